@@ -11,8 +11,8 @@ from torchckpt.modules import OF_EVERY_MODULE, contents_of, imported, is_compile
 def test_a_module_is_compiled_by_wrapping_or_in_place():
     plain, wrapped, in_place = nn.Linear(1, 1), torch.compile(nn.Linear(1, 1), backend="eager"), nn.Linear(1, 1)
     in_place.compile(backend="eager")
-    assert [is_compiled(one) for one in (plain, wrapped, in_place)] == [False, True, True]
-    assert [is_compiled_class(type(one)) for one in (plain, wrapped, in_place)] == [False, True, False]
+    assert [is_compiled(module) for module in (plain, wrapped, in_place)] == [False, True, True]
+    assert [is_compiled_class(type(module)) for module in (plain, wrapped, in_place)] == [False, True, False]
 
 
 def test_a_module_inside_a_compiled_one_is_not_compiled_itself():

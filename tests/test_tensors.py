@@ -8,8 +8,8 @@ from torchckpt.tensors import nodes_behind, tensors_in
 
 def test_tensors_come_in_the_order_of_leaves_and_as_often_as_they_stand_there():
     a, b = torch.ones(1), torch.ones(2)
-    found = tensors_in(({"x": a, "n": 3}, [b, None, "text"], a))
-    assert [id(one) for one in found] == [id(a), id(b), id(a)]
+    tensors = tensors_in(({"x": a, "n": 3}, [b, None, "text"], a))
+    assert [id(tensor) for tensor in tensors] == [id(a), id(b), id(a)]
 
 
 def test_a_tensor_is_a_structure_and_so_is_nothing():

@@ -10,16 +10,8 @@ from typing import Any, TypeGuard
 from torch import nn
 
 __all__ = [
-    "OF_EVERY_MODULE",
-    "contents_of",
-    "imported",
-    "is_compiled",
-    "is_compiled_class",
-    "is_compiled_function",
-    "is_module",
-    "module_of",
-    "name_of",
-    "uncompiled",
+    "OF_EVERY_MODULE", "contents_of", "imported", "is_compiled", "is_compiled_class", "is_compiled_function",
+    "is_module", "module_of", "name_of", "uncompiled",
 ]
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}

@@ -3,17 +3,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import torchckpt
 from benchmarks.peers.bits import WAYS, Left, Switch, called, differing, seed, train
 
 __all__ = ["BUDGET", "BUDGET_STEPS", "Case", "compared", "planned"]
 
+_ROWS = 8
 BUDGET, BUDGET_STEPS, DROPOUT = "60%", 5, 0.1
 
 
@@ -52,8 +55,9 @@ def compared(case: Case, steps: int) -> dict[str, Any]:
 
 
 def planned(case: Case) -> dict[str, Any]:
-    """The same model with ``checkpoint_layers(budget=)``, which finds its blocks."""
-    (build, _), handles = _copies(case), []
+    """The same model with ``checkpoint_layers(budget=)``, which finds its blocks. Its batch is of more rows: in a small
+    model with a small batch the gradients alone take most of the bytes."""
+    (build, _), handles = _copies(case, _ROWS), []
 
     def with_budget() -> tuple[nn.Module, Any]:
         model, inputs = build()
@@ -86,7 +90,7 @@ def _bytes_of(plan: Any) -> dict[str, Any]:
     }
 
 
-def _copies(case: Case) -> tuple[Callable[[], tuple[nn.Module, Any]], str]:
+def _copies(case: Case, rows: int = 1) -> tuple[Callable[[], tuple[nn.Module, Any]], str]:
     """What makes the model of ``case``, with dropout in its regions, and whose that is.
 
     The model is made once, and copied, so that weights which nobody fills are the same in all. If none of its regions
@@ -94,12 +98,21 @@ def _copies(case: Case) -> tuple[Callable[[], tuple[nn.Module, Any]], str]:
     """
     seed()
     model, inputs = case.build()
+    with suppress(Exception):  # not each model takes another number of rows
+        more = _repeated(inputs, rows)
+        called(_again(model, inputs)[0], more)
+        inputs = more
     has_own = _draws(case, *_again(model, inputs))
     if not has_own:
         for module in model.modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
                 module.register_forward_hook(_drop)
     return partial(_again, model, inputs), "its own" if has_own else "added"
+
+
+def _repeated(inputs: Any, times: int) -> Any:
+    """A batch of so many times two rows."""
+    return pytree.tree_map_only(torch.Tensor, lambda x: torch.cat([x] * times) if len(x) == 2 else x, inputs)
 
 
 def _again(model: nn.Module, inputs: Any) -> tuple[nn.Module, Any]:

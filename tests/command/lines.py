@@ -11,9 +11,9 @@ __all__ = ["printed", "refused"]
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """What it prints, with nothing on stderr."""
     assert main(arguments) == 0
-    said = capsys.readouterr()
-    assert said.err == ""
-    return said.out
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -22,6 +22,6 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         code = main(arguments)
     except SystemExit as stopped:
         code = stopped.code
-    said = capsys.readouterr()
-    assert (code, said.out, said.err.count("\n")) == (2, "", 1)
-    return said.err.rstrip("\n")
+    captured = capsys.readouterr()
+    assert (code, captured.out, captured.err.count("\n")) == (2, "", 1)
+    return captured.err.rstrip("\n")

@@ -11,26 +11,28 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.command.lines import refused
 from torchckpt.__main__ import main
 from torchckpt.command import balance
 
+ROOT = Path(__file__).parents[2]
 SMALL = ("simulate", "--schedule", "1f1b", "--stages", "2", "--microbatches", "2")
 TORCHS = "0F0,0F1,,,0B0,,0B1\n,1F0,1B0,1F1,1B1,,\n"
 
 
 def typed(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = (sys.executable, "-m", "torchckpt", *arguments)
-    return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
 def test_the_table_of_the_readme() -> None:
-    found = typed(
+    process = typed(
         *("simulate", "--schedule", "1f1b", "--stages", "8", "--microbatches", "32", "--forward", "1"),
         *("--backward", "2", "--recompute", "1", "--link", "0.25"),
         *("--compare", "none,arrival,ahead,ahead/last_stage"),
     )
-    assert (found.returncode, found.stderr) == (0, "")
-    assert found.stdout.split("\n") == [
+    assert (process.returncode, process.stderr) == (0, "")
+    assert process.stdout.split("\n") == [
         "1f1b: 8 stages, 32 micro-batches; forward 1, backward 2, recompute 1, link 0.25, boundary 0",
         "",
         "recompute          step  overhead   bound  hidden  peak",
@@ -48,8 +50,8 @@ def test_neither_the_package_nor_the_command_imports_torch() -> None:
         f"command.main({list(SMALL)!r});"
         "sys.exit('torch' in sys.modules)"
     )
-    found = subprocess.run((sys.executable, "-c", code), cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL)
-    assert found.returncode == 0
+    process = subprocess.run((sys.executable, "-c", code), cwd=ROOT, stdout=subprocess.DEVNULL)
+    assert process.returncode == 0
 
 
 def test_text_pictures(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,9 +70,9 @@ def test_text_pictures(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--json", "--boundary", "0.5"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["costs"] == {"forward": 1, "backward": 2, "recompute": 1, "link": 0, "boundary": 0.5}
-    steps = {row["recompute"]: row["step_seconds"] for row in found["rows"]}
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["costs"] == {"forward": 1, "backward": 2, "recompute": 1, "link": 0, "boundary": 0.5}
+    steps = {row["recompute"]: row["step_seconds"] for row in answer["rows"]}
     assert steps == {"none": 9, "arrival": 12, "ahead": 11}
 
 
@@ -91,8 +93,8 @@ def test_stages_are_those_of_the_whole_pipeline(
     schedule: str, stages: int, ranks: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["simulate", "--schedule", schedule, "--stages", str(stages), "--microbatches", "8", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["stages"], found["ranks"]) == (stages, ranks)
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["stages"], answer["ranks"]) == (stages, ranks)
 
 
 def test_a_schedule_of_torch_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,13 +102,6 @@ def test_a_schedule_of_torch_is_read(tmp_path: Path, capsys: pytest.CaptureFixtu
     path.write_text(TORCHS)
     assert main(["simulate", "--csv", str(path)]) == 0
     assert capsys.readouterr().out.split("\n")[3] == "none          9     0.0 %   0.0 %       -   2 A"
-
-
-def bad(arguments: str) -> tuple[int, str]:
-    found = typed(*arguments.split())
-    assert found.stdout == ""
-    assert found.stderr.count("\n") == 1
-    return found.returncode, found.stderr.strip()
 
 
 _SIMULATE = "python -m torchckpt simulate: error: "
@@ -182,15 +177,18 @@ _COUNTS = "--stages 4 --microbatches 4"
         ),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(arguments: str, line: str) -> None:
-    assert bad(f"simulate {arguments}") == (2, _SIMULATE + line)
+def test_bad_input_is_one_line_and_exit_code_2(
+    arguments: str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)  # where "tests" is a folder
+    assert refused(capsys, "simulate", *arguments.split()) == _SIMULATE + line
 
 
 @pytest.mark.parametrize("arguments", ["", "frobnicate", "simulate", "simulate --nonsense", "simulate --stages x"])
 def test_a_wrong_call_is_one_line_and_exit_code_2(arguments: str) -> None:
-    code, line = bad(arguments)
-    assert code == 2
-    assert line.startswith("python -m torchckpt")
+    process = typed(*arguments.split())
+    assert (process.returncode, process.stdout, process.stderr.count("\n")) == (2, "", 1)
+    assert process.stderr.startswith("python -m torchckpt")
 
 
 @pytest.mark.parametrize(
@@ -302,10 +300,10 @@ def test_a_balance_and_the_line_to_paste(model_file: None, capsys: pytest.Captur
 def test_balance_finds_modules_where_it_is_called(tmp_path: Path) -> None:
     (tmp_path / "my_model.py").write_text(MODEL)
     arguments = ("balance", "my_model:layers", "--stages", "2", "--input", "16,8", "--by", "bytes")
-    home = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    home = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = (sys.executable, "-m", "torchckpt", *arguments)
-    found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=home)
-    assert (found.returncode, found.stdout, found.stderr) == (0, BY_BYTES, "")
+    process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=home)
+    assert (process.returncode, process.stdout, process.stderr) == (0, BY_BYTES, "")
 
 
 @pytest.mark.parametrize(
@@ -321,12 +319,12 @@ def test_balance_as_json(
     arguments: str, names: list[str], model_file: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["balance", *arguments.split(), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert list(found) == ["balance", "layers", "stages"]
-    assert sum(found["balance"]) == len(names)
-    assert [layer["name"] for layer in found["layers"]] == names
-    assert len(found["stages"]) == len(found["balance"])
-    assert sum(found["stages"]) == pytest.approx(sum(layer["seconds"] for layer in found["layers"]))
+    answer = json.loads(capsys.readouterr().out)
+    assert list(answer) == ["balance", "layers", "stages"]
+    assert sum(answer["balance"]) == len(names)
+    assert [layer["name"] for layer in answer["layers"]] == names
+    assert len(answer["stages"]) == len(answer["balance"])
+    assert sum(answer["stages"]) == pytest.approx(sum(layer["seconds"] for layer in answer["layers"]))
 
 
 @pytest.mark.parametrize(
@@ -422,20 +420,20 @@ def test_a_full_disk_is_one_line(command):
     name, *more = command.split()
     with Path("/dev/full").open("w") as full:
         asked = [sys.executable, "-m", "torchckpt", name, *small, *more]
-        found = subprocess.run(asked, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        process = subprocess.run(asked, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     works = "works: > a file on a disk with room"
-    said = f"python -m torchckpt {name}: error: cannot print the result: No space left on device; {works}\n"
-    assert (found.returncode, found.stderr) == (2, said)
+    line = f"python -m torchckpt {name}: error: cannot print the result: No space left on device; {works}\n"
+    assert (process.returncode, process.stderr) == (2, line)
 
 
 def test_where_nobody_reads_on_it_ends():
     asked = f"{sys.executable} -m torchckpt simulate --schedule 1f1b --stages 64 --microbatches 64 --gantt | head -1"
-    found = subprocess.run(asked, shell=True, capture_output=True, text=True, check=False)
-    assert found.stdout.startswith("1f1b: 64 stages")
-    assert found.stderr == ""
+    process = subprocess.run(asked, shell=True, capture_output=True, text=True, check=False)
+    assert process.stdout.startswith("1f1b: 64 stages")
+    assert process.stderr == ""
 
 
 def test_the_boundary_is_a_part_of_what_is_saved(capsys):
     assert main([*SMALL, "--boundary", "2"]) == 2
-    said = "--boundary is above 1, all of A; received: --boundary 2; works: --boundary 0.25"
-    assert said in capsys.readouterr().err
+    line = "--boundary is above 1, all of A; received: --boundary 2; works: --boundary 0.25"
+    assert line in capsys.readouterr().err

@@ -17,20 +17,20 @@ from torchckpt.features import FEATURES, TESTED, Feature
 
 def facts(text: str) -> dict[str, list[str]]:
     """The texts by the names at the begin of lines."""
-    found: dict[str, list[str]] = {}
+    values: dict[str, list[str]] = {}
     for line in text.splitlines():
-        found.setdefault(line[:11].strip(), []).append(line[11:])
-    return found
+        values.setdefault(line[:11].strip(), []).append(line[11:])
+    return values
 
 
 def test_versions_devices_and_features(capsys: pytest.CaptureFixture[str]) -> None:
-    found = facts(printed(capsys, "env"))
-    assert found["torchckpt"] == [f"{torchckpt.__version__}, in {Path(torchckpt.__file__).parent}"]
-    assert found["Python"][0].startswith(f"{sys.version.split()[0]} on ")
-    assert found["torch"] == [f"{torch.__version__}; tested: {', '.join(TESTED)}"]
-    assert found["devices"][0].split(", ")[0] == "cpu"
-    assert ("gloo" in found["devices"][0]) == torch.distributed.is_gloo_available()
-    texts = [*found["yes"], *found.get("no", [])]
+    shown = facts(printed(capsys, "env"))
+    assert shown["torchckpt"] == [f"{torchckpt.__version__}, in {Path(torchckpt.__file__).parent}"]
+    assert shown["Python"][0].startswith(f"{sys.version.split()[0]} on ")
+    assert shown["torch"] == [f"{torch.__version__}; tested: {', '.join(TESTED)}"]
+    assert shown["devices"][0].split(", ")[0] == "cpu"
+    assert ("gloo" in shown["devices"][0]) == torch.distributed.is_gloo_available()
+    texts = [*shown["yes"], *shown.get("no", [])]
     assert sorted(text.split(": ")[0] for text in texts) == sorted(feature.name for feature in FEATURES)
 
 
@@ -39,10 +39,10 @@ def test_what_is_off_says_what_happens_and_what_is_missing(
 ) -> None:
     lacking = Feature("all", "2.11", ("torch:no_such_name",), "nothing happens")
     monkeypatch.setattr(env, "FEATURES", (lacking, FEATURES[0]))
-    found = facts(printed(capsys, "env"))
-    assert found["no"] == ["all: nothing happens"]
-    assert found[""] == ["without torch:no_such_name"]
-    assert found["yes"] == [FEATURES[0].name]
+    shown = facts(printed(capsys, "env"))
+    assert shown["no"] == ["all: nothing happens"]
+    assert shown[""] == ["without torch:no_such_name"]
+    assert shown["yes"] == [FEATURES[0].name]
 
 
 def test_a_package_that_is_missing_has_the_command_that_installs_it(
@@ -77,6 +77,6 @@ def test_an_accelerator_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_without_torch_it_says_so_and_what_works(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torchckpt", "env"]
     home = home_without(["torch"], tmp_path)
-    made = subprocess.run(command, cwd=ROOT, env=home, capture_output=True, text=True, timeout=60, check=True)
-    assert facts(made.stdout)["torch"] == ["none: ModuleNotFoundError: no torch here"]
-    assert facts(made.stdout)["no"] == ["all but plans, schedules and errors: pip install 'torch>=2.11'"]
+    process = subprocess.run(command, cwd=ROOT, env=home, capture_output=True, text=True, timeout=60, check=True)
+    assert facts(process.stdout)["torch"] == ["none: ModuleNotFoundError: no torch here"]
+    assert facts(process.stdout)["no"] == ["all but plans, schedules and errors: pip install 'torch>=2.11'"]

@@ -103,8 +103,8 @@ def printed(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def told(arguments: str, capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
-    found: dict[str, object] = json.loads(printed(f"{arguments} --json", capsys))
-    return found
+    answer: dict[str, object] = json.loads(printed(f"{arguments} --json", capsys))
+    return answer
 
 
 def refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -151,24 +151,24 @@ def test_the_line_says_what_was_chosen_and_works(
 
     if "--exact" in arguments:
         pytest.importorskip("ortools")
-    found = told(f"my_model:{arguments}", capsys)
-    assert found["call"] == f"graph.rematerialize({call})"
+    answer = told(f"my_model:{arguments}", capsys)
+    assert answer["call"] == f"graph.rematerialize({call})"
     model, example = getattr(my_model, arguments.split()[0])()
-    pasted = eval(str(found["call"]), {"graph": graph, "model": model, "example": example})
-    assert pasted.plan.eager_peak_bytes == found["eager_peak_bytes"]
+    pasted = eval(str(answer["call"]), {"graph": graph, "model": model, "example": example})
+    assert pasted.plan.eager_peak_bytes == answer["eager_peak_bytes"]
 
 
 def test_json_has_the_numbers_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    found = told("my_model:mlp --budget 12kB --explain 1", capsys)
-    assert found.pop("call") == 'graph.rematerialize(model, example, budget="12kB")'
-    assert str(found.pop("explain")).startswith("1:\n  tanh")
-    assert list(found) == [
+    answer = told("my_model:mlp --budget 12kB --explain 1", capsys)
+    assert answer.pop("call") == 'graph.rematerialize(model, example, budget="12kB")'
+    assert str(answer.pop("explain")).startswith("1:\n  tanh")
+    assert list(answer) == [
         "peak_bytes", "budget_bytes", "lower_bound_bytes", "eager_peak_bytes", "recompute_share", "recompute_flops",
         "saved", "recomputed",
     ]
-    assert found["lower_bound_bytes"] <= found["peak_bytes"] <= found["budget_bytes"] == 12_000
-    assert found["recomputed"] != []
-    assert found["recompute_share"] > 0
+    assert answer["lower_bound_bytes"] <= answer["peak_bytes"] <= answer["budget_bytes"] == 12_000
+    assert answer["recomputed"] != []
+    assert answer["recompute_share"] > 0
 
 
 def test_a_plan_is_explained_below_its_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,9 +181,9 @@ def test_the_plan_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     from my_model import mlp
 
     path = tmp_path / "plan.json"
-    found = told(f"my_model:mlp --budget 12kB --plan {path}", capsys)
+    answer = told(f"my_model:mlp --budget 12kB --plan {path}", capsys)
     plan = graph.Plan.from_json(path.read_text())
-    assert plan.peak_bytes == found["peak_bytes"]
+    assert plan.peak_bytes == answer["peak_bytes"]
     model, example = mlp()
     assert graph.rematerialize(model, example, keep=plan).plan.schedule == plan.schedule
 
@@ -205,9 +205,9 @@ def test_pictures_are_written(
 
 def test_modules_are_found_where_it_is_called(tmp_path: Path) -> None:
     command = (sys.executable, "-m", "torchckpt", "fit", "my_model:mlp")
-    found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=HOME)
-    assert (found.returncode, found.stderr) == (0, "")
-    assert found.stdout.endswith("\n\ngraph.rematerialize(model, example)\n")
+    process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=HOME)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert process.stdout.endswith("\n\ngraph.rematerialize(model, example)\n")
 
 
 def test_neither_its_help_nor_a_wrong_option_imports_torch() -> None:
@@ -216,8 +216,8 @@ def test_neither_its_help_nor_a_wrong_option_imports_torch() -> None:
             "import sys\nfrom torchckpt.__main__ import main\n"
             f"try: main({arguments!r})\nexcept SystemExit: sys.exit('torch' in sys.modules)"
         )
-        found = subprocess.run((sys.executable, "-c", code), capture_output=True, env=HOME)
-        assert found.returncode == 0
+        process = subprocess.run((sys.executable, "-c", code), capture_output=True, env=HOME)
+        assert process.returncode == 0
 
 
 # bad input ------------------------------------------------------------------------------------------------------------
@@ -317,8 +317,8 @@ def test_help_has_examples_that_run(
     with pytest.raises(SystemExit) as stopped:
         main(["fit", "--help"])
     assert stopped.value.code == 0
-    said = capsys.readouterr().out.split("\n")
-    examples = [line.split()[3:] for line in said if line.startswith("  python -m torchckpt")]
+    text = capsys.readouterr().out.split("\n")
+    examples = [line.split()[3:] for line in text if line.startswith("  python -m torchckpt")]
     assert len(examples) == 4
     seen: list[argparse.Namespace] = []
     monkeypatch.setattr(fit, "run", seen.append)

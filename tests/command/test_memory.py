@@ -53,13 +53,13 @@ def test_the_tables_of_a_script(script: str, capsys: pytest.CaptureFixture[str])
         "1            Relu  train.py:13         1  512 B  100.0 %",
         "",
     ]
-    found = printed(capsys, "memory", script).split("\n")
-    assert found == ["step 0", "", f"pass 1: {table[0]}", *table[1:], f"pass 2: {table[0]}", *table[1:]]
+    lines = printed(capsys, "memory", script).split("\n")
+    assert lines == ["step 0", "", f"pass 1: {table[0]}", *table[1:], f"pass 2: {table[0]}", *table[1:]]
 
 
 def test_arguments_of_the_script_stand_behind_two_dashes(script: str, capsys: pytest.CaptureFixture[str]) -> None:
-    said = printed(capsys, "memory", script, "--steps", "1", "--svg", "memory.svg", "--", "--width", "32")
-    assert "pass 1: autograd keeps 1.024 kB, and" in said
+    text = printed(capsys, "memory", script, "--steps", "1", "--svg", "memory.svg", "--", "--width", "32")
+    assert "pass 1: autograd keeps 1.024 kB, and" in text
     words = [word.text for word in ElementTree.parse("memory.svg").iter("{http://www.w3.org/2000/svg}text")]
     assert words[2:] == ["1 Relu train.py:13", "1.024 kB"]
 
@@ -102,18 +102,18 @@ def test_a_script_that_exits_before_its_first_backward_tells_of_what_was_kept(
 
 def test_a_script_without_backward(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path(script).write_text("import torch\ntorch.ones(3, requires_grad=True).sin()\n")
-    said = printed(capsys, "memory", script)
-    assert said == "\nThere was no backward pass in the main thread of this process.\n"
+    text = printed(capsys, "memory", script)
+    assert text == "\nThere was no backward pass in the main thread of this process.\n"
 
 
 @pytest.mark.parametrize("name", ["nowhere.py", "."])
 def test_no_script(name: str, script: str, capsys: pytest.CaptureFixture[str]) -> None:
-    said = refused(capsys, "memory", name)
-    assert said == f"python -m torchckpt memory: error: there is no such script; received: {name}; works: train.py"
+    line = refused(capsys, "memory", name)
+    assert line == f"python -m torchckpt memory: error: there is no such script; received: {name}; works: train.py"
 
 
 def test_the_help_says_what_cannot_be_seen(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["memory", "--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert "Not seen is what the script does in other threads and processes, which lines of compiled code" in said
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Not seen is what the script does in other threads and processes, which lines of compiled code" in text

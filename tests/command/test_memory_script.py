@@ -130,15 +130,15 @@ def forward():
 net(torch.randn(8, 4)).mean().backward()
 forward()
 """
-    found = ran(source)
-    assert found.totals == [RELU, RELU]
-    assert isinstance(found.raised, ValueError)
+    result = ran(source)
+    assert result.totals == [RELU, RELU]
+    assert isinstance(result.raised, ValueError)
 
 
 def test_a_script_that_cannot_be_read_as_python(ran):
-    found = ran("for\n")
-    assert found.passes == []
-    assert isinstance(found.raised, SyntaxError)
+    result = ran("for\n")
+    assert result.passes == []
+    assert isinstance(result.raised, SyntaxError)
 
 
 def test_a_script_that_ends_python(ran):

@@ -28,40 +28,40 @@ def test_the_line_that_people_quote(capsys):
 
 
 def test_json_says_what_the_plan_says(capsys):
-    found = json.loads(printed(capsys, *A, "--budget", "50%", "--json"))
+    answer = json.loads(printed(capsys, *A, "--budget", "50%", "--json"))
     schedule, stages, link = CASES["A"]
     plan = plan_pipeline(schedule, stages, "50%", link)
-    assert found["step"] == pytest.approx(plan.step_seconds)
-    assert found["bound"] == pytest.approx(plan.bound_seconds)
-    assert found["keep_all"] == pytest.approx(265.0)
-    assert found["budget_bytes"] == pytest.approx([16.04] * 4)
-    assert found["peak_bytes"] == pytest.approx(plan.peak_bytes)
-    assert found["recomputed_share"] == pytest.approx(plan.recomputed_share)
-    assert found["balance"] == [8, 8, 8, 7]
+    assert answer["step"] == pytest.approx(plan.step_seconds)
+    assert answer["bound"] == pytest.approx(plan.bound_seconds)
+    assert answer["keep_all"] == pytest.approx(265.0)
+    assert answer["budget_bytes"] == pytest.approx([16.04] * 4)
+    assert answer["peak_bytes"] == pytest.approx(plan.peak_bytes)
+    assert answer["recomputed_share"] == pytest.approx(plan.recomputed_share)
+    assert answer["balance"] == [8, 8, 8, 7]
     for rule, blocks, step, share in (("recompute_all", 8, 351.0, 1.0), ("same_blocks", 5, 320.0, 20 / 31)):
-        assert found[rule]["blocks"] == blocks
-        assert found[rule]["step"] == pytest.approx(step)
-        assert found[rule]["recomputed_share"] == pytest.approx(share)
-        assert max(found[rule]["peak_bytes"]) <= 16.04 + 1e-9
-        assert {"bound", "keep_all", "budget_bytes", "balance"} <= set(found[rule])
-    assert PipelinePlan.from_json(json.dumps(found["plan"])).step_seconds == pytest.approx(plan.step_seconds)
+        assert answer[rule]["blocks"] == blocks
+        assert answer[rule]["step"] == pytest.approx(step)
+        assert answer[rule]["recomputed_share"] == pytest.approx(share)
+        assert max(answer[rule]["peak_bytes"]) <= 16.04 + 1e-9
+        assert {"bound", "keep_all", "budget_bytes", "balance"} <= set(answer[rule])
+    assert PipelinePlan.from_json(json.dumps(answer["plan"])).step_seconds == pytest.approx(plan.step_seconds)
 
 
 def test_a_rule_that_does_not_fit_has_no_step(capsys):
     every = ("plan", "--schedule", "zero_bubble", "--stages", "4", "--microbatches", "8", "--blocks", "4")
-    found = json.loads(printed(capsys, *every, "--budget", "4,3,2,1.5", "--json"))
-    assert found["step"] >= found["bound"]
-    assert all(found[rule]["step"] is None or found[rule]["step"] >= found["bound"] for rule in ("same_blocks",))
+    answer = json.loads(printed(capsys, *every, "--budget", "4,3,2,1.5", "--json"))
+    assert answer["step"] >= answer["bound"]
+    assert all(answer[rule]["step"] is None or answer[rule]["step"] >= answer["bound"] for rule in ("same_blocks",))
 
 
 def test_picture_and_moves(capsys, tmp_path):
     picture = tmp_path / "plan.svg"
     chunks = ("plan", "--schedule", "interleaved_1f1b", "--stages", "8", "--microbatches", "16", "--blocks")
     options = ("4,4,4,4,4,4,4,3", "--boundary", "0.06", "--last", "1,2,2", "--budget", "70%", "--balance", "--json")
-    found = json.loads(printed(capsys, *chunks, *options, "--svg", str(picture)))
-    assert sum(found["balance"]) == 31
-    assert found["balance"] != [4] * 7 + [3]
-    assert found["recompute_all"]["balance"] == [4] * 7 + [3]
+    answer = json.loads(printed(capsys, *chunks, *options, "--svg", str(picture)))
+    assert sum(answer["balance"]) == 31
+    assert answer["balance"] != [4] * 7 + [3]
+    assert answer["recompute_all"]["balance"] == [4] * 7 + [3]
     assert ElementTree.fromstring(picture.read_text(encoding="utf-8")).tag.endswith("svg")
 
 
@@ -70,24 +70,24 @@ def test_every_schedule(capsys):
     lines = printed(capsys, *every).split("\n")
     assert lines[0].split() == ["schedule", "stages", "step", "over", "bound", "recomputed", "peak"]
     assert lines[-2].startswith("step ")
-    found = json.loads(printed(capsys, *every, "--json"))
-    steps = [row["step"] for row in found["schedules"]]
+    answer = json.loads(printed(capsys, *every, "--json"))
+    steps = [row["step"] for row in answer["schedules"]]
     assert steps == sorted(steps)
-    assert found["step"] == steps[0]
-    for row in found["schedules"]:
+    assert answer["step"] == steps[0]
+    for row in answer["schedules"]:
         assert all(0 < peak <= budget for peak, budget in zip(row["peak_bytes"], row["budget_bytes"]))
-    assert {"1f1b", "zbv"} <= {row["schedule"] for row in found["schedules"]}
+    assert {"1f1b", "zbv"} <= {row["schedule"] for row in answer["schedules"]}
 
 
 def test_csv(capsys, tmp_path):
     file = tmp_path / "order.csv"
     file.write_text(to_csv(named_schedule("zbv", 2, 4)), encoding="utf-8")
-    found = printed(capsys, "plan", "--csv", str(file), "--blocks", "2", "--budget", "60%")
-    assert found.startswith("order: 4 stages on 2 ranks, 4 micro-batches")
+    text = printed(capsys, "plan", "--csv", str(file), "--blocks", "2", "--budget", "60%")
+    assert text.startswith("order: 4 stages on 2 ranks, 4 micro-batches")
 
 
 @pytest.mark.parametrize(
-    ("name", "stages", "ranks", "found"),
+    ("name", "stages", "ranks", "counted"),
     [
         ("1f1b", 4, None, 4),
         ("zbv", 8, None, 4),
@@ -99,10 +99,10 @@ def test_csv(capsys, tmp_path):
         ("zero_bubble", 8, 4, 4),
     ],
 )  # fmt: skip
-def test_stages_are_dealt_to_ranks(capsys, name, stages, ranks, found):
+def test_stages_are_dealt_to_ranks(capsys, name, stages, ranks, counted):
     dealt = ("plan", "--schedule", name, "--stages", str(stages), "--microbatches", "8", "--blocks", "2")
     more = () if ranks is None else ("--ranks", str(ranks))
-    assert f"{stages} stages on {found} ranks" in printed(capsys, *dealt, *more, "--budget", "70%").split("\n")[0]
+    assert f"{stages} stages on {counted} ranks" in printed(capsys, *dealt, *more, "--budget", "70%").split("\n")[0]
 
 
 BAD = [

@@ -24,8 +24,8 @@ def test_costs_the_plan_and_the_line_that_people_quote(capsys, tmp_path):
 
 
 def test_every_schedule_cuts_the_same_blocks(capsys):
-    found = json.loads(printed(capsys, *TINY, "--schedule", "all", "--budget", "60%", "--json"))
-    assert {(row["schedule"], row["stages"]) for row in found["schedules"]} >= {("1f1b", 4), ("zbv", 8)}
+    answer = json.loads(printed(capsys, *TINY, "--schedule", "all", "--budget", "60%", "--json"))
+    assert {(row["schedule"], row["stages"]) for row in answer["schedules"]} >= {("1f1b", 4), ("zbv", 8)}
 
 
 def test_options_reach_the_costs(capsys):
@@ -53,8 +53,8 @@ def test_the_memory_of_the_device_is_the_budget_and_the_parameters(capsys):
 
 def test_a_state_that_is_sharded(capsys):
     def static(state):
-        said = printed(capsys, *TINY, "--budget", "50%", "--json", "--optimizer-bytes", state)
-        return json.loads(said)["plan"]["stages"]
+        text = printed(capsys, *TINY, "--budget", "50%", "--json", "--optimizer-bytes", state)
+        return json.loads(text)["plan"]["stages"]
 
     assert static("12/64") == static("0.1875")
 
@@ -72,11 +72,11 @@ def test_the_device_has_the_memory(capsys, monkeypatch):
 
 def test_what_does_not_fit_the_device_is_said_first(capsys, monkeypatch):
     monkeypatch.setitem(DEVICES, "h100", replace(DEVICES["h100"], memory_bytes=1e6))
-    said = printed(capsys, *TINY, "--budget", "50%").split("\n")
-    assert said[0].startswith("this does not fit: h100 has 1 MB, and rank 0 holds ")
-    assert said[0].endswith(" of activations")
-    assert said[2].startswith("h100: 50% of its peak")
-    assert json.loads(printed(capsys, *TINY, "--budget", "50%", "--json"))["does_not_fit"] == said[0]
+    lines = printed(capsys, *TINY, "--budget", "50%").split("\n")
+    assert lines[0].startswith("this does not fit: h100 has 1 MB, and rank 0 holds ")
+    assert lines[0].endswith(" of activations")
+    assert lines[2].startswith("h100: 50% of its peak")
+    assert json.loads(printed(capsys, *TINY, "--budget", "50%", "--json"))["does_not_fit"] == lines[0]
     assert "does_not_fit" not in json.loads(printed(capsys, *TINY, "--device", "a100", "--budget", "50%", "--json"))
 
 
@@ -86,18 +86,18 @@ def test_memory_is_looked_at_before_anything_is_counted(capsys, monkeypatch):
 
 
 def test_the_step_has_a_unit(capsys):
-    said = printed(capsys, *TINY, "--schedule", "all", "--budget", "60%").split("\n")
-    assert said[-2].startswith("step 0.0")
-    assert " ms, +" in said[-2]
-    rows = said[said.index(next(line for line in said if line.startswith("schedule "))) + 1 :]
+    lines = printed(capsys, *TINY, "--schedule", "all", "--budget", "60%").split("\n")
+    assert lines[-2].startswith("step 0.0")
+    assert " ms, +" in lines[-2]
+    rows = lines[lines.index(next(line for line in lines if line.startswith("schedule "))) + 1 :]
     assert " s  " in rows[0]
 
 
 def test_a_csv_says_the_schedule(capsys, tmp_path):
     file = tmp_path / "order.csv"
     file.write_text("\n".join(["0F0,0B0", "1F0,1B0", "2F0,2B0", "3F0,3B0", ""]), encoding="utf-8")
-    found = printed(capsys, *TINY[:4], "--csv", str(file), "--budget", "100%")
-    assert "order: 4 stages on 4 ranks, 1 micro-batches" in found
+    text = printed(capsys, *TINY[:4], "--csv", str(file), "--budget", "100%")
+    assert "order: 4 stages on 4 ranks, 1 micro-batches" in text
 
 
 WORDS = "examples.plan_llama:tiny"

@@ -125,10 +125,10 @@ def test_the_script_says_its_own_name(path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [path])
     with pytest.raises(SystemExit):
         main(["fit", "--help"])
-    said = capsys.readouterr().out
-    assert said.startswith("usage: torchckpt fit ")
-    assert "\n  torchckpt fit my_package.model:gpt\n" in said
-    assert "python -m" not in said
+    text = capsys.readouterr().out
+    assert text.startswith("usage: torchckpt fit ")
+    assert "\n  torchckpt fit my_package.model:gpt\n" in text
+    assert "python -m" not in text
     assert main(["fit", "nowhere"]) == 2
     assert capsys.readouterr().err.startswith("torchckpt fit: error: ")
 
@@ -142,8 +142,8 @@ def test_the_script_finds_modules_of_the_current_folder(tmp_path):
     lines = ["import sys", path, "from torchckpt.__main__ import main", "sys.exit(main())"]
     script.write_text("\n".join(lines))
     command = (sys.executable, str(script), "balance", "my_model:fails", "--stages", "1")
-    found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert found.stderr == "torchckpt balance: error: cannot make my_model:fails: KeyError: 'mine'\n"
+    process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert process.stderr == "torchckpt balance: error: cannot make my_model:fails: KeyError: 'mine'\n"
 
 
 # errors in the words of the command line ------------------------------------------------------------------------------

@@ -125,8 +125,8 @@ def vector() -> Tensor:
 
 def _of(stage, example=vector, loss=None):
     def build():
-        made = ([stage(), stage()], example())
-        return made if loss is None else (*made, loss)
+        parts = ([stage(), stage()], example())
+        return parts if loss is None else (*parts, loss)
 
     return build
 

@@ -48,50 +48,50 @@ class Real:
         self.dtype = dtype
         self.blocks = repeated_children(self.stages)
 
-    def inputs_of(self, at: int) -> tuple[Any, ...]:
+    def inputs_of(self, stage: int) -> tuple[Any, ...]:
         """What the stages before return."""
         inputs = self.inputs
-        for place in range(at):
+        for place in range(stage):
             outputs = self._run(place, inputs, ())
             listed = outputs if isinstance(outputs, tuple) else (outputs,)
-            inputs = tuple(one.detach().requires_grad_(one.is_floating_point()) for one in listed)
+            inputs = tuple(value.detach().requires_grad_(value.is_floating_point()) for value in listed)
         return inputs
 
-    def saved_bytes(self, at: int, dropped: Collection[int]) -> int:
+    def saved_bytes(self, stage: int, dropped: Collection[int]) -> int:
         """Parameters and buffers do not count."""
-        stage, inputs, saved = self.stages[at], self.inputs_of(at), []
-        with saved_tensors_hooks(lambda one: saved.append(one.detach()) or one.detach(), lambda one: one):
-            outputs = self._run(at, inputs, dropped)
+        module, inputs, saved = self.stages[stage], self.inputs_of(stage), []
+        with saved_tensors_hooks(lambda x: saved.append(x.detach()) or x.detach(), lambda x: x):
+            outputs = self._run(stage, inputs, dropped)
         del outputs
-        return bytes_of(saved, but=[*stage.parameters(), *stage.buffers()])
+        return bytes_of(saved, but=[*module.parameters(), *module.buffers()])
 
-    def forward_flops(self, at: int) -> int:
-        inputs = self.inputs_of(at)
+    def forward_flops(self, stage: int) -> int:
+        inputs = self.inputs_of(stage)
         with flops() as counted:
-            self._run(at, inputs, ())
+            self._run(stage, inputs, ())
         return counted.total
 
-    def backward_flops(self, at: int, dropped: Collection[int] = ()) -> int:
-        outputs = self._run(at, self.inputs_of(at), dropped)
-        graded = [one for one in pytree.tree_leaves(outputs) if isinstance(one, Tensor) and one.requires_grad]
+    def backward_flops(self, stage: int, dropped: Collection[int] = ()) -> int:
+        outputs = self._run(stage, self.inputs_of(stage), dropped)
+        graded = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
         with flops() as counted:
-            torch.autograd.backward(graded, [torch.ones_like(one) for one in graded])
+            torch.autograd.backward(graded, [torch.ones_like(leaf) for leaf in graded])
         return counted.total
 
-    def _run(self, at: int, inputs: tuple[Any, ...], dropped: Collection[int]) -> Any:
-        with default_dtype(self.dtype), _Some(dropped).entered(), _as_regions(self.stages[at], self.blocks):
-            return self._called(at, inputs)
+    def _run(self, stage: int, inputs: tuple[Any, ...], dropped: Collection[int]) -> Any:
+        with default_dtype(self.dtype), _Some(dropped).entered(), _as_regions(self.stages[stage], self.blocks):
+            return self._called(stage, inputs)
 
-    def _called(self, at: int, inputs: tuple[Any, ...]) -> Any:
-        outputs = self.stages[at](*inputs)
-        return self.loss(outputs) if self.loss is not None and at == len(self.stages) - 1 else outputs
+    def _called(self, stage: int, inputs: tuple[Any, ...]) -> Any:
+        outputs = self.stages[stage](*inputs)
+        return self.loss(outputs) if self.loss is not None and stage == len(self.stages) - 1 else outputs
 
 
 @contextmanager
 def _as_regions(stage: nn.Module, blocks: Collection[nn.Module]):
     """Calls of ``blocks`` are regions."""
     changed = []
-    for block in {one for one in stage.modules() if any(one is other for other in blocks)}:
+    for block in {module for module in stage.modules() if any(module is other for other in blocks)}:
         plain = block.forward
         block.forward = lambda *args, plain=plain, **kwargs: checkpoint(plain, *args, **kwargs)
         changed.append(block)

@@ -130,11 +130,11 @@ def test_what_a_stage_returns_is_what_the_next_is_called_with():
             self.blocks = stage()
 
         def forward(self, *inputs: object) -> tuple[object, ...]:
-            seen.append([(one.dtype, one.requires_grad) if isinstance(one, Tensor) else one for one in inputs])
+            seen.append([(x.dtype, x.requires_grad) if isinstance(x, Tensor) else x for x in inputs])
             y = self.blocks(inputs[0])
             return y, y > 0, 7
 
     pipeline_costs(lambda: ([Two(), Two()], vector()), "h100")
-    given = [(torch.float32, True), (torch.bool, False), 7]
+    values = [(torch.float32, True), (torch.bool, False), 7]
     assert seen[0] == [(torch.float32, False)]
-    assert given in seen
+    assert values in seen

@@ -127,7 +127,7 @@ def test_static_bytes_are_adams_or_as_many_as_are_said():
 
 def test_parameters_and_buffers_are_counted_once_where_they_are_first_used():
     tied, _ = pipeline_costs(MODELS["tied"], "h100", dtype="fp32", optimizer_bytes=0).stages
-    once = sum(one.numel() for one in Mlp().parameters())
+    once = sum(tensor.numel() for tensor in Mlp().parameters())
     assert [block.static_bytes for block in tied.blocks] == [8 * once, 8 * once, 0]
     frozen, _ = pipeline_costs(MODELS["frozen"], "h100", dtype="fp32", optimizer_bytes=0).stages
     assert frozen.before.static_bytes == 2 * 4 * once
@@ -168,13 +168,13 @@ def test_a_model_on_the_meta_device_is_counted_like_any():
 
 def test_stages_that_exist_already_are_left_as_they_are():
     stages, example, _ = MODELS["llama"]()
-    state = [{name: one.clone() for name, one in stage.state_dict().items()} for stage in stages]
-    found = pipeline_costs(lambda: (stages, example), "h100").stages
-    assert found == pipeline_costs(lambda: MODELS["llama"]()[:2], "h100").stages
+    state = [{name: tensor.clone() for name, tensor in stage.state_dict().items()} for stage in stages]
+    again = pipeline_costs(lambda: (stages, example), "h100").stages
+    assert again == pipeline_costs(lambda: MODELS["llama"]()[:2], "h100").stages
     for stage, before in zip(stages, state):
-        assert all(torch.equal(one, before[name]) for name, one in stage.state_dict().items())
+        assert all(torch.equal(tensor, before[name]) for name, tensor in stage.state_dict().items())
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in stage.modules())
-        assert all(one.grad is None for one in stage.parameters())
+        assert all(tensor.grad is None for tensor in stage.parameters())
 
 
 def test_compiled_blocks_are_counted_as_they_are_uncompiled():

@@ -19,7 +19,7 @@ def counted(name: str, dtype: str):
 
 def subsets(blocks: int) -> list[tuple[int, ...]]:
     """Of the blocks that are recomputed."""
-    every = [one for size in range(blocks + 1) for one in itertools.combinations(range(blocks), size)]
+    every = [chosen for size in range(blocks + 1) for chosen in itertools.combinations(range(blocks), size)]
     return every if len(every) <= 8 else [every[0], every[-1], *random.Random(blocks).sample(every[1:-1], 6)]
 
 
@@ -27,23 +27,23 @@ def subsets(blocks: int) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("name", MODELS)
 def test_bytes_are_those_of_a_run_whatever_is_recomputed(name, dtype):
     real = Real(MODELS[name], DTYPES[dtype])
-    for at, stage in enumerate(counted(name, dtype)):
+    for number, stage in enumerate(counted(name, dtype)):
         fixed = stage.before.work.saved_bytes + stage.after.work.saved_bytes
         for dropped in subsets(len(stage.blocks)):
             expected = fixed + sum(
                 block.work.boundary_bytes if place in dropped else block.work.saved_bytes
                 for place, block in enumerate(stage.blocks)
             )
-            assert real.saved_bytes(at, dropped) == expected, (at, dropped)
+            assert real.saved_bytes(number, dropped) == expected, (number, dropped)
 
 
 @pytest.mark.parametrize("name", WITHOUT_ATTENTION)
 def test_flops_are_those_of_a_run(name):
     real = Real(MODELS[name])
-    for at, stage in enumerate(counted(name, "fp32")):
-        assert sum(part.forward_flops for part in stage.parts) == real.forward_flops(at)
+    for number, stage in enumerate(counted(name, "fp32")):
+        assert sum(part.forward_flops for part in stage.parts) == real.forward_flops(number)
         backward = sum(part.backward_flops for part in stage.parts)
-        assert backward == real.backward_flops(at)
+        assert backward == real.backward_flops(number)
         every = range(len(stage.blocks))
-        replays = real.backward_flops(at, every) - backward
+        replays = real.backward_flops(number, every) - backward
         assert sum(block.replay_flops for block in stage.blocks) == replays

@@ -18,8 +18,8 @@ NAMES = {name: getattr(plan, name) for name in plan.__all__}
 @pytest.mark.parametrize("name", ["", ".count", ".pipeline"])
 def test_examples(name):
     module = importlib.import_module(f"torchckpt.costs{name}")
-    found = {**NAMES, "torch": torch, "nn": nn, "torchckpt": importlib.import_module("torchckpt")}
-    found |= {"stages": MODELS["llama"], "one_f_one_b": one_f_one_b}
-    results = doctest.testmod(module, extraglobs=found)
+    names = {**NAMES, "torch": torch, "nn": nn, "torchckpt": importlib.import_module("torchckpt")}
+    names |= {"stages": MODELS["llama"], "one_f_one_b": one_f_one_b}
+    results = doctest.testmod(module, extraglobs=names)
     assert results.attempted > 0
     assert results.failed == 0

@@ -23,15 +23,15 @@ class Calls(nn.Module):
         return self.call(x, self.scale)
 
 
-def held(call):
+def vectors(call):
     """Of the second stage, whose input has a gradient: before, blocks, after."""
 
     def build():
         return [Calls(lambda x, scale: checkpoint(sine, x * scale)), Calls(call)], torch.randn(ROWS, WIDTH)
 
-    found = pipeline_costs(build, "h100", kernels="cpu").counted[1]
-    assert found.message_bytes == VECTOR
-    return [(part.work.saved_bytes // VECTOR, part.work.boundary_bytes // VECTOR) for part in found.parts]
+    stage = pipeline_costs(build, "h100", kernels="cpu").counted[1]
+    assert stage.message_bytes == VECTOR
+    return [(part.work.saved_bytes // VECTOR, part.work.boundary_bytes // VECTOR) for part in stage.parts]
 
 
 def sine(x):
@@ -39,41 +39,41 @@ def sine(x):
 
 
 def test_a_block_saves_its_input():
-    assert held(lambda x, _: checkpoint(sine, checkpoint(sine, x))) == [(0, 0), (1, 1), (1, 1), (0, 0)]
+    assert vectors(lambda x, _: checkpoint(sine, checkpoint(sine, x))) == [(0, 0), (1, 1), (1, 1), (0, 0)]
 
 
 def test_an_output_that_is_saved_is_the_boundary_of_the_next_block():
     def tanh(x):
         return x.tanh()
 
-    assert held(lambda x, _: checkpoint(sine, checkpoint(tanh, x))) == [(0, 0), (0, 1), (1, 1), (0, 0)]
-    assert held(lambda x, _: checkpoint(tanh, x)) == [(0, 0), (1, 1), (0, 0)]
+    assert vectors(lambda x, _: checkpoint(sine, checkpoint(tanh, x))) == [(0, 0), (0, 1), (1, 1), (0, 0)]
+    assert vectors(lambda x, _: checkpoint(tanh, x)) == [(0, 0), (1, 1), (0, 0)]
 
 
 def test_what_is_saved_outside_is_there_whatever_becomes_of_a_block():
-    assert held(lambda x, _: checkpoint(sine, x) * x) == [(0, 0), (0, 0), (2, 0)]
-    assert held(lambda x, _: checkpoint(sine, x).cos()) == [(0, 0), (1, 1), (1, 0)]
+    assert vectors(lambda x, _: checkpoint(sine, x) * x) == [(0, 0), (0, 0), (2, 0)]
+    assert vectors(lambda x, _: checkpoint(sine, x).cos()) == [(0, 0), (1, 1), (1, 0)]
 
 
 def test_what_several_blocks_are_given_is_the_stages():
-    assert held(lambda x, _: checkpoint(sine, x) + checkpoint(sine, x)) == [(1, 0), (0, 0), (0, 0), (0, 0)]
+    assert vectors(lambda x, _: checkpoint(sine, x) + checkpoint(sine, x)) == [(1, 0), (0, 0), (0, 0), (0, 0)]
 
 
 def test_what_a_block_closes_over_is_there_whatever_becomes_of_it():
     def call(x, _):
         y = x.detach() + 1.0
-        return checkpoint(lambda one: one * y, x)
+        return checkpoint(lambda inner: inner * y, x)
 
-    assert held(call) == [(1, 0), (0, 1), (0, 0)]
+    assert vectors(call) == [(1, 0), (0, 1), (0, 0)]
 
 
 def test_parameters_do_not_count_and_views_of_them_neither():
-    assert held(lambda x, scale: checkpoint(lambda one: one * scale.view(1, -1), x)) == [(0, 0), (1, 1), (0, 0)]
+    assert vectors(lambda x, scale: checkpoint(lambda inner: inner * scale.view(1, -1), x)) == [(0, 0), (1, 1), (0, 0)]
 
 
 def test_an_input_that_is_not_saved_is_there_beside_a_recompute_alone():
     def call(x, _):
-        return checkpoint(lambda one: (one * 2.0).sin().cos(), x)
+        return checkpoint(lambda inner: (inner * 2.0).sin().cos(), x)
 
     def build():
         return [nn.Linear(WIDTH, WIDTH), Calls(call)], torch.randn(ROWS, WIDTH)

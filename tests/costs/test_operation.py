@@ -17,14 +17,14 @@ def of(operator, *args, **kwargs):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_product_reads_both_and_writes_one(dtype):
     with unallocated():
-        found = of(aten.mm.default, torch.empty(2, 3, dtype=dtype), torch.empty(3, 5, dtype=dtype))
-    assert found == (2 * 2 * 3 * 5, dtype.itemsize * (6 + 15 + 10), str(dtype)[6:])
+        cost = of(aten.mm.default, torch.empty(2, 3, dtype=dtype), torch.empty(3, 5, dtype=dtype))
+    assert cost == (2 * 2 * 3 * 5, dtype.itemsize * (6 + 15 + 10), str(dtype)[6:])
 
 
 def test_views_and_empty_tensors_move_nothing():
     with unallocated():
         x = torch.empty(4, 6)
-        found = [
+        moved = [
             of(aten.t.default, x),
             of(aten.view.default, x, [24]),
             of(aten.expand.default, x, [3, 4, 6]),
@@ -32,7 +32,7 @@ def test_views_and_empty_tensors_move_nothing():
             of(aten.detach.default, x),
             of(aten.empty_like.default, x),
         ]
-    assert {call[:2] for call in found} == {(0, 0)}
+    assert {call[:2] for call in moved} == {(0, 0)}
 
 
 def test_what_is_in_place_reads_and_writes():
@@ -47,8 +47,8 @@ def test_of_an_expanded_tensor_what_is_there_is_read():
 
 def test_of_a_table_what_is_returned_is_read():
     with unallocated():
-        found = of(aten.embedding.default, torch.empty(1000, 4), torch.zeros(3, dtype=torch.long))
-    assert found[1] == 3 * 4 * 12
+        cost = of(aten.embedding.default, torch.empty(1000, 4), torch.zeros(3, dtype=torch.long))
+    assert cost[1] == 3 * 4 * 12
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4])
@@ -62,6 +62,6 @@ def test_attention_multiplies_each_query_whoever_shares_its_keys(heads):
         forward = cost_of(operator, (query, keys, keys), {}, (outputs, statistics))
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
         args = (outputs, query, keys, keys, outputs, statistics, 0.0, False)
-        found = cost_of(backward, args, {}, (query, keys, keys))
+        cost = cost_of(backward, args, {}, (query, keys, keys))
     product = 2 * rows * queries * tokens * tokens * width
-    assert (forward[0], found[0]) == (2 * product, 5 * product)
+    assert (forward[0], cost[0]) == (2 * product, 5 * product)

@@ -36,7 +36,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("stages", "names"), LAYOUTS)
 def test_children_that_repeat(stages, names):
-    assert [type(one).__name__ for one in repeated_children(stages)] == names
+    assert [type(child).__name__ for child in repeated_children(stages)] == names
 
 
 def test_regions_are_blocks_and_then_children_are_not():

@@ -42,17 +42,17 @@ def test_fsdp2(mesh):
     second = layers()
     for block in second:
         fully_shard(block, mesh=mesh)
-    said = refusal([layers(), second], torch.ones(2, 8))
-    assert "stage 1: 0.0.weight is a DTensor, as of tensor parallelism or FSDP2's fully_shard()" in said
+    message = refusal([layers(), second], torch.ones(2, 8))
+    assert "stage 1: 0.0.weight is a DTensor, as of tensor parallelism or FSDP2's fully_shard()" in message
 
 
 def test_tensor_parallel(mesh):
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     stage = parallelize_module(layers(), mesh, {"1.0": ColwiseParallel()})
-    said = refusal([stage], torch.ones(2, 8))
-    assert "stage 0: 1.0.weight is a DTensor" in said
-    assert "works:    the stages before fully_shard(), parallelize_module() or FullyShardedDataParallel()" in said
+    message = refusal([stage], torch.ones(2, 8))
+    assert "stage 0: 1.0.weight is a DTensor" in message
+    assert "works:    the stages before fully_shard(), parallelize_module() or FullyShardedDataParallel()" in message
 
 
 def test_a_buffer_or_an_input(mesh):

@@ -11,16 +11,16 @@ from torchckpt.planning.remat.search import planner
 @pytest.fixture
 def traces(monkeypatch):
     """One entry for each call that is traced."""
-    found = []
+    numbers = []
 
     before = Differentiable.trace
 
     def counting(self, *tensors):
-        found.append(1)
+        numbers.append(1)
         before(self, *tensors)
 
     monkeypatch.setattr(Differentiable, "trace", counting)
-    return found
+    return numbers
 
 
 @pytest.fixture

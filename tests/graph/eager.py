@@ -66,7 +66,7 @@ def compare(
     **kwargs: Any,
 ) -> None:
     """One call and its backward in both, from one seed: outputs, gradients of parameters, buffers, random numbers."""
-    found = []
+    results = []
     buffers = [buffer.clone() for buffer in model.buffers()]
     for call in (model, step):
         torch.manual_seed(3)
@@ -76,9 +76,9 @@ def compare(
         outputs = call(*args, **kwargs)
         loss(outputs).backward()
         grads = [parameter.grad for parameter in model.parameters()]
-        found.append((outputs, grads, [buffer.clone() for buffer in model.buffers()], torch.get_rng_state()))
+        results.append((outputs, grads, [buffer.clone() for buffer in model.buffers()], torch.get_rng_state()))
     model.zero_grad()
-    assert_equal(found[1], found[0])
+    assert_equal(results[1], results[0])
 
 
 @contextmanager

@@ -47,24 +47,24 @@ def _parted(module: fx.GraphModule) -> tuple[set[fx.Node], list[fx.Node]]:
 
 
 def _outputs(module: fx.GraphModule) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.node.map_arg(module.graph.output_node().args, found.append)
-    return found[: module.meta[FORWARD_OUTPUTS]]
+    outputs: list[fx.Node] = []
+    fx.node.map_arg(module.graph.output_node().args, outputs.append)
+    return outputs[: module.meta[FORWARD_OUTPUTS]]
 
 
 def _firsts(module: fx.GraphModule) -> dict[fx.Node, fx.Node]:
     """Of each operation, the first that computes the same: one operator of the same values."""
     known: dict[object, fx.Node] = {}
-    found: dict[fx.Node, fx.Node] = {}
+    firsts: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
-        alike = node if node.op != "call_function" else (str(node.target), *_alike(node, found))
-        found[node] = known.setdefault(alike, node)
-    return found
+        alike = node if node.op != "call_function" else (str(node.target), *_alike(node, firsts))
+        firsts[node] = known.setdefault(alike, node)
+    return firsts
 
 
-def _alike(node: fx.Node, found: dict[fx.Node, fx.Node]) -> Iterator[object]:
+def _alike(node: fx.Node, firsts: dict[fx.Node, fx.Node]) -> Iterator[object]:
     for argument in (*node.args, *node.kwargs.items()):
-        yield found[argument] if isinstance(argument, fx.Node) else repr(argument)
+        yield firsts[argument] if isinstance(argument, fx.Node) else repr(argument)
 
 
 def _origin(node: fx.Node) -> fx.Node:

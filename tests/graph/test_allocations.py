@@ -59,22 +59,22 @@ def test_backward_of_a_chain_of_tanh(nodes):
 
 
 def test_what_was_there_before_counts_for_nothing_even_where_it_is_freed():
-    held = [megabyte()]
+    kept = [megabyte()]
 
     def function():
-        held.clear()
+        kept.clear()
         megabyte()
 
     assert live_bytes(function) == [MB, 0]
 
 
 def test_free_of_memory_at_an_address_of_an_earlier_profile_does_not_count():
-    held = []
+    kept = []
     for _ in range(3):
-        live_bytes(lambda: held.append(megabyte()))
-        held.clear()
-        held.append(megabyte())  # where the one before was, as a rule
-        assert live_bytes(held.clear) == []
+        live_bytes(lambda: kept.append(megabyte()))
+        kept.clear()
+        kept.append(megabyte())  # where the one before was, as a rule
+        assert live_bytes(kept.clear) == []
 
 
 def test_what_a_reference_cycle_holds_is_alive():

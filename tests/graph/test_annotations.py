@@ -18,8 +18,8 @@ def node():
 
 
 def notes(function, *inputs):
-    nodes = joint_of(function, *inputs).module.graph.nodes
-    return {node.name: [one.split("#")[0] for one in regions_of(node)] for node in nodes if node.op == "call_function"}
+    nodes = [node for node in joint_of(function, *inputs).module.graph.nodes if node.op == "call_function"]
+    return {node.name: [name.split("#")[0] for name in regions_of(node)] for node in nodes}
 
 
 def test_node_without_notes(node):
@@ -35,10 +35,10 @@ def test_regions_are_outermost_first_and_those_of_the_backward_too():
             x = x.tanh()
         return x.sum()
 
-    found = notes(function, leaf(3))
-    assert found["sin"] == found["tanh"] == found["tanh_backward"] == found["cos"] == ["outer"]
-    assert found["exp"] == ["outer", "inner"]
-    assert found["sum_1"] == []
+    regions = notes(function, leaf(3))
+    assert regions["sin"] == regions["tanh"] == regions["tanh_backward"] == regions["cos"] == ["outer"]
+    assert regions["exp"] == ["outer", "inner"]
+    assert regions["sum_1"] == []
 
 
 def test_regions_with_one_name_are_two():
@@ -51,7 +51,7 @@ def test_regions_with_one_name_are_two():
     graph = joint_of(function, leaf(3)).module.graph
     first, second = (regions_of(node) for node in graph.nodes if node.target is torch.ops.aten.sin.default)
     assert first != second
-    assert [one.split("#")[0] for one in (*first, *second)] == ["same", "same"]
+    assert [name.split("#")[0] for name in (*first, *second)] == ["same", "same"]
 
 
 def test_numbers_of_regions_start_anew_with_each_trace():

@@ -45,7 +45,7 @@ def test_gradients_belong_to_the_module_of_what_they_are_gradients_of():
 def test_names_of_a_plan_are_what_leaves_a_module():
     plan = plan_of(Net(), torch.randn(3, 4))
     writers, writer = plan.flow.operations, plan.flow.writer
-    named = {name: [writers[writer[storage]].name for storage in found] for name, found in plan.names.items()}
+    named = {name: [writers[writer[storage]].name for storage in storages] for name, storages in plan.names.items()}
     assert named == {"body.0": ["addmm"], "body.1": ["tanh"], "body": ["tanh"], "head": ["addmm_1", "addmm_2"]}
 
 
@@ -56,15 +56,15 @@ def test_module_with_two_names_has_the_first():
 
 
 def test_hooks_are_there_while_a_call_is_traced_and_gone_afterwards():
-    found = []
+    counts = []
 
     class Looking(Net):
         def forward(self, x):
-            found.append(hooks())
+            counts.append(hooks())
             return super().forward(x)
 
     plan_of(Looking(), torch.randn(3, 4))
-    assert {*found} == {(1, 1)}
+    assert {*counts} == {(1, 1)}
     assert hooks() == (0, 0)
 
 

@@ -113,11 +113,11 @@ def test_a_line_is_shown_from_three_seconds_on_and_goes(clock, monkeypatch):
 
 @pytest.mark.parametrize("stream", [io.StringIO, Terminal, lambda: None])
 def test_nothing_is_shown_elsewhere_or_of_a_short_plan(clock, monkeypatch, stream):
-    monkeypatch.setattr(sys, "stderr", made := stream())
+    monkeypatch.setattr(sys, "stderr", stderr := stream())
     with Watch().planning(120) as tell:
-        clock[:] = [2.0 if isinstance(made, Terminal) else 50.0]
+        clock[:] = [2.0 if isinstance(stderr, Terminal) else 50.0]
         tell("eviction 1")
-    assert made is None or made.getvalue() == ""
+    assert stderr is None or stderr.getvalue() == ""
 
 
 def test_the_line_goes_where_planning_raises(clock, monkeypatch):

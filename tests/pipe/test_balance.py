@@ -77,8 +77,8 @@ class Slow(nn.Module):
 
 def test_forwards_count_twice_where_they_are_recomputed(clock: Clock) -> None:
     model = nn.Sequential(Slow(clock, "a", 4, 1), Slow(clock, "b", 1, 2), Slow(clock, "c", 1, 6))
-    found = balance_by_time(2, model, torch.ones(3, 2))
-    assert (found, found.costs, found.unit) == ([1, 2], [9, 4, 8], "seconds")
+    balance = balance_by_time(2, model, torch.ones(3, 2))
+    assert (balance, balance.costs, balance.unit) == ([1, 2], [9, 4, 8], "seconds")
     without = balance_by_time(2, model, torch.ones(3, 2), recompute=False)
     assert (without, without.costs) == ([2, 1], [5, 3, 7])
 
@@ -134,8 +134,8 @@ class Join(nn.Module):
 @BOTH
 def test_the_first_layer_gets_the_sample_and_the_others_what_the_one_before_returns(balance_by: Any) -> None:
     mask = {"mask": torch.ones(3, 2, dtype=torch.bool), "none": None}
-    found = balance_by(3, nn.Sequential(Split(), Join(), nn.Linear(2, 2)), torch.ones(3, 2), mask, factor=2.0)
-    assert found == [1, 1, 1]
+    balance = balance_by(3, nn.Sequential(Split(), Join(), nn.Linear(2, 2)), torch.ones(3, 2), mask, factor=2.0)
+    assert balance == [1, 1, 1]
 
 
 @BOTH
@@ -303,19 +303,19 @@ def test_bytes_decide_the_balance() -> None:
 
 def test_a_pipe_takes_it_and_it_is_a_list() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-    found = balance_by_bytes(2, model, torch.ones(3, 2))
-    assert isinstance(found, list)
-    assert Pipe(model, found).balance == list(found)
-    for one in (pickle.loads(pickle.dumps(found)), copy.deepcopy(found)):
-        assert (one, one.costs, one.table()) == (found, found.costs, found.table())
+    balance = balance_by_bytes(2, model, torch.ones(3, 2))
+    assert isinstance(balance, list)
+    assert Pipe(model, balance).balance == list(balance)
+    for copied in (pickle.loads(pickle.dumps(balance)), copy.deepcopy(balance)):
+        assert (copied, copied.costs, copied.table()) == (balance, balance.costs, balance.table())
 
 
 def test_the_table_says_what_is_in_a_stage() -> None:
     layers = {"tokens": nn.Embedding(4, 2), "0": nn.ReLU(), "1": nn.ReLU(), "head": nn.ReLU()}
     names = balance._names(layers_of(nn.Sequential(OrderedDict(layers)), nested=False))
-    found = Balance([3, 1], [0.001, 0.0005, 0.0005, 0.006], names, "seconds")
-    assert found.stage_costs == [0.002, 0.006]
-    assert found.table().split("\n") == [
+    of_names = Balance([3, 1], [0.001, 0.0005, 0.0005, 0.006], names, "seconds")
+    assert of_names.stage_costs == [0.002, 0.006]
+    assert of_names.table().split("\n") == [
         "         layers  time   share",
         "stage 0  0 to 2  2 ms  25.0 %  tokens, ReLU x 2",
         "stage 1       3  6 ms  75.0 %  head",

@@ -23,8 +23,6 @@ from torchckpt.pipe import DeferredBatchNorm, batchnorm
 
 mini_batch = DeferredBatchNorm.mini_batch
 
-BUFFERS = ["running_mean", "running_var", "num_batches_tracked"]
-
 
 def buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: buffer.clone() for name, buffer in module.named_buffers()}
@@ -52,6 +50,14 @@ def twins(layer: nn.Module, device: Any = "cpu") -> tuple[Any, Any]:
     """``layer``, converted, and a plain one in float64 that is given whole mini-batches."""
     plain = copy.deepcopy(layer).to(device).double()
     return DeferredBatchNorm.convert(layer.to(device)), plain
+
+
+def assert_deferred(layer: Any, plain: Any, run: Any = by_parts) -> None:
+    """The statistics of ``layer``, a mini-batch of which is run by ``run``, are those of ``plain``, given the whole."""
+    batch = torch.randn(12, 3)
+    run(layer, batch)
+    plain(batch.double())
+    assert_statistics_of(plain, layer)
 
 
 # the numbers ----------------------------------------------------------------------------------------------------------
@@ -169,14 +175,14 @@ def test_a_layer_that_is_frozen_in_a_model_that_trains_keeps_its_statistics() ->
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_where_gradients_are_off_statistics_are_tracked_as_pytorch_does(mode: Any) -> None:
+    def run(layer: nn.Module, batch: Tensor) -> None:
+        with mini_batch(layer), mode():
+            for part in batch.tensor_split(3):
+                layer(part)
+
     layer, plain = twins(nn.BatchNorm1d(3))
-    batch = torch.randn(12, 3)
-    with mini_batch(layer), mode():
-        for part in batch.tensor_split(3):
-            layer(part)
-    plain(batch.double())
-    assert_statistics_of(plain, layer)
-    layer(batch).sum().backward()
+    assert_deferred(layer, plain, run)
+    layer(torch.randn(12, 3)).sum().backward()
 
 
 def test_outside_a_mini_batch_it_is_a_batch_norm() -> None:
@@ -203,8 +209,8 @@ def test_a_layer_that_lost_its_statistics_tracks_nothing() -> None:
 
 def test_without_a_count_of_batches_momentum_still_works() -> None:
     layer, plain = twins(nn.BatchNorm1d(3))
-    for one in (layer, plain):
-        one.num_batches_tracked = None
+    for module in (layer, plain):
+        module.num_batches_tracked = None
     batch = torch.randn(12, 3)
     by_parts(layer, batch)
     plain(batch.double())
@@ -220,18 +226,16 @@ def test_without_a_count_of_batches_momentum_still_works() -> None:
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_an_exception_in_the_middle_commits_nothing_and_the_next_mini_batch_starts_anew(error: Any) -> None:
     layer, plain = twins(nn.BatchNorm1d(3))
-    batch, before = torch.randn(12, 3), buffers(layer)
+    before = buffers(layer)
 
-    def fails(part: Tensor) -> Tensor:
-        layer(part + 100)
+    def fails() -> None:
+        layer(torch.randn(4, 3) + 100)
         raise error
 
     with pytest.raises(error), mini_batch(layer):
-        fails(batch[:4])
+        fails()
     assert unchanged(layer, before)
-    by_parts(layer, batch)
-    plain(batch.double())
-    assert_statistics_of(plain, layer)
+    assert_deferred(layer, plain)
 
 
 @pytest.mark.parametrize("fails_at", [1, 2, 3, 5, 6])  # of six buffers
@@ -258,10 +262,10 @@ def test_an_update_that_fails_is_undone_on_all_layers(monkeypatch: pytest.Monkey
 
 def test_a_micro_batch_that_the_layer_refuses_leaves_its_own_buffers() -> None:
     layer = DeferredBatchNorm.convert(nn.BatchNorm1d(3))
-    own, before = dict(layer.named_buffers()), buffers(layer)
+    buffers_before, before = dict(layer.named_buffers()), buffers(layer)
     with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
         by_parts(layer, torch.randn(5, 3))  # the last of the micro-batches has one row
-    assert all(buffer is own[name] for name, buffer in layer.named_buffers())
+    assert all(buffer is buffers_before[name] for name, buffer in layer.named_buffers())
     assert unchanged(layer, before)
 
 
@@ -275,24 +279,22 @@ def test_buffers_are_kept_until_the_end() -> None:
 
 
 def test_layers_run_in_other_threads_than_the_one_that_entered() -> None:
-    layer, plain = twins(nn.BatchNorm1d(3))
-    batch = torch.randn(12, 3)
-    with mini_batch(layer):
-        for part in batch.tensor_split(3):
-            in_thread(layer, part)
-    plain(batch.double())
-    assert_statistics_of(plain, layer)
+    def run(layer: nn.Module, batch: Tensor) -> None:
+        with mini_batch(layer):
+            for part in batch.tensor_split(3):
+                in_thread(layer, part)
+
+    assert_deferred(*twins(nn.BatchNorm1d(3)), run)
 
 
 def test_a_nested_mini_batch_is_part_of_the_outer_one() -> None:
-    layer, plain = twins(nn.BatchNorm1d(3))
-    batch = torch.randn(12, 3)
-    with mini_batch(layer):
-        for part in batch.tensor_split(2):
-            by_parts(layer, part)
-        assert layer.num_batches_tracked == 0
-    plain(batch.double())
-    assert_statistics_of(plain, layer)
+    def run(layer: nn.Module, batch: Tensor) -> None:
+        with mini_batch(layer):
+            for part in batch.tensor_split(2):
+                by_parts(layer, part)
+            assert layer.num_batches_tracked == 0
+
+    assert_deferred(*twins(nn.BatchNorm1d(3)), run)
 
 
 def test_if_one_of_several_that_overlap_fails_none_is_committed() -> None:
@@ -389,15 +391,15 @@ def test_a_layer_that_is_a_region_itself(deferred_first: bool) -> None:
     steps = [DeferredBatchNorm.convert, torchckpt.checkpoint_module]
     for step in steps if deferred_first else reversed(steps):
         step(layer)
-    for one in (layer, pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):
+    for module in (layer, pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):
         batch = torch.randn(12, 3)
         with torchckpt.testing.count_recomputes() as counted:
-            by_parts(one, batch).sin().sum().backward()
+            by_parts(module, batch).sin().sum().backward()
         assert counted.total == 3
         twin = copy.deepcopy(plain)
         twin(batch.double())
-        assert_statistics_of(twin, one)
-        assert one.num_batches_tracked == 1
+        assert_statistics_of(twin, module)
+        assert module.num_batches_tracked == 1
         layer.reset_running_stats()
 
 
@@ -462,11 +464,7 @@ class Around(nn.BatchNorm1d):
 
 
 def test_what_a_subclass_normalises_counts_and_not_what_it_is_given() -> None:
-    layer, plain = twins(Before(3))
-    batch = torch.randn(12, 3)
-    by_parts(layer, batch)
-    plain(batch.double())
-    assert_statistics_of(plain, layer)
+    assert_deferred(*twins(Before(3)))
 
 
 @pytest.mark.parametrize("function", [F.batch_norm, torch.batch_norm])
@@ -497,8 +495,8 @@ def test_a_layer_inside_a_layer_counts_by_itself() -> None:
     inner(batch.double())
     by_parts(layer, batch)
     assert_statistics_of(inner, layer.inner)
-    for name in BUFFERS:
-        torch.testing.assert_close(getattr(layer, name).double(), getattr(plain, name).double())
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(getattr(layer, name).double(), buffer.double())
 
 
 # nothing else changes -------------------------------------------------------------------------------------------------
@@ -626,8 +624,4 @@ def test_a_lazy_layer_that_has_its_parameters_is_converted() -> None:
     layer = nn.LazyBatchNorm1d()
     layer(torch.randn(4, 3))
     layer.reset_running_stats()
-    plain = copy.deepcopy(layer).double()
-    batch = torch.randn(12, 3)
-    by_parts(DeferredBatchNorm.convert(layer), batch)
-    plain(batch.double())
-    assert_statistics_of(plain, layer)
+    assert_deferred(*twins(layer))

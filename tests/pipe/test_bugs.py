@@ -40,9 +40,9 @@ def penalty(copies: bool, monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None
 def test_double_backward_through_a_copy_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient was detached on its way between two stages on one GPU: silently wrong."""
     expected = penalty(False, monkeypatch)
-    found = penalty(True, monkeypatch)
-    assert all(torch.equal(one, other) for one, other in zip(expected, found) if one is not None)
-    assert [one is None for one in expected] == [other is None for other in found]
+    gradients = penalty(True, monkeypatch)
+    assert all(torch.equal(gradient, other) for gradient, other in zip(expected, gradients) if gradient is not None)
+    assert [gradient is None for gradient in expected] == [other is None for other in gradients]
 
 
 class Scaled(nn.Sequential):
@@ -141,15 +141,15 @@ def test_a_pipe_of_lazy_layers_is_shown_and_trained() -> None:
     def make() -> nn.Sequential:
         return nn.Sequential(nn.LazyLinear(4), nn.Dropout(0.5), nn.LazyLinear(4), nn.Sigmoid())
 
-    x, found = torch.randn(4, 3), []
+    x, outputs = torch.randn(4, 3), []
     for mode in "never", "always":
         pipe = torchckpt.Pipe(make(), [2, 2], chunks=2, checkpoint=mode)  # type: ignore[arg-type]  # one of three
         assert "0 parameters, 0.0 MiB, 2 tensors without a shape yet" in repr(pipe)
         torch.manual_seed(0)
         pipe(x).sum().backward()
         assert "16 parameters, 0.0 MiB\n" in repr(pipe)
-        found.append([parameter.grad for parameter in pipe.parameters()])
-    assert all(map(torch.equal, *found))
+        outputs.append([parameter.grad for parameter in pipe.parameters()])
+    assert all(map(torch.equal, *outputs))
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
@@ -240,4 +240,4 @@ def test_a_micro_batch_of_one_keeps_its_strides(checkpoint: Any) -> None:
         return [parameter.grad for parameter in pipe.parameters()]
 
     received, expected = gradients(checkpoint), gradients("never")
-    assert all(torch.equal(one, other) for one, other in zip(received, expected) if one is not None)
+    assert all(torch.equal(gradient, other) for gradient, other in zip(received, expected) if gradient is not None)

@@ -26,8 +26,8 @@ PACKAGE = str(Path(torchckpt.__file__).parent)
 class Interrupts:
     """Counts the lines of ``pipe/`` that run, and raises ``KeyboardInterrupt`` at one of them."""
 
-    def __init__(self, at: int = -1) -> None:
-        self.at, self.lines = at, 0
+    def __init__(self, line: int = -1) -> None:
+        self.at, self.lines = line, 0
         self.where = ""
 
     def _call(self, frame: FrameType, event: str, _: Any) -> Any:
@@ -85,8 +85,8 @@ def test_an_interrupt_at_any_line_leaves_all_as_before(run: Any) -> None:
     with counted.on():
         run(pipe, x)
     after, skips = state(pipe), skip._current.get()  # those that earlier tests have stashed outside of a pipe
-    for at in [*range(11, counted.lines, 11), *range(counted.lines - 60, counted.lines + 1)]:  # the end is the update
-        pipe, interrupts = a_pipe(), Interrupts(at)
+    for line in [*range(11, counted.lines, 11), *range(counted.lines - 60, counted.lines + 1)]:  # the end is the update
+        pipe, interrupts = a_pipe(), Interrupts(line)
         before = state(pipe)
         with pytest.raises(KeyboardInterrupt), interrupts.on():
             run(pipe, x)

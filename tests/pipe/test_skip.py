@@ -46,9 +46,9 @@ def by_micro_batch(module: nn.Module, x: Tensor, chunks: int) -> tuple[Tensor, l
 
 
 def gradients(module: nn.Module) -> list[Tensor]:
-    found = [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
+    gradients = [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
     module.zero_grad()
-    return found
+    return gradients
 
 
 def assert_same(ours: tuple[Tensor, list[Tensor]], expected: tuple[Tensor, list[Tensor]]) -> None:
@@ -253,7 +253,7 @@ def test_in_the_plain_sequential_a_name_may_be_used_again_and_threads_do_not_mix
     inputs = [torch.randn(4, 4) for _ in range(4)]
     expected = [module(x) for x in inputs]
     outputs = in_threads(*(lambda x=x: [module(x) for _ in range(10)] for x in inputs))
-    assert all(torch.equal(one, expected[place]) for place, many in enumerate(outputs) for one in many)
+    assert all(torch.equal(tensor, expected[place]) for place, many in enumerate(outputs) for tensor in many)
 
 
 def test_the_plain_sequential_in_a_region_is_the_plain_sequential() -> None:
@@ -419,9 +419,9 @@ class Watched(Stash):
         self.refs = refs
 
     def forward(self, x: Tensor) -> Tensor:
-        own = x.exp()
-        self.refs.append(weakref.ref(own.untyped_storage()))
-        stash("skip", own)
+        skip = x.exp()
+        self.refs.append(weakref.ref(skip.untyped_storage()))
+        stash("skip", skip)
         return x
 
 

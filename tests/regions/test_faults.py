@@ -7,13 +7,11 @@ from contextlib import ExitStack, contextmanager, suppress
 import pytest
 import torch
 from torch import nn
-from torch.nn.modules.module import _has_any_global_hook as any_global_hook
 
 from tests.accelerator import random_states
-from torchckpt import Checkpointing, checkpoint, checkpoint_module, is_checkpointing, is_recomputing
+from tests.left_behind import nothing_left_behind
+from torchckpt import Checkpointing, checkpoint, checkpoint_module, is_recomputing
 from torchckpt.errors import RecomputationError, RegionError
-from torchckpt.regions.flags import thread
-from torchckpt.regions.private import hooks_in_force
 from torchckpt.testing import count_recomputes
 
 ERRORS = [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit]
@@ -33,27 +31,6 @@ class Block(nn.Module):
         if self.calls in self.fails_in:
             raise self.error("the pump is off")
         return hidden.sin() * hidden.exp()
-
-
-def thread_state():
-    """All that a region changes for a while in its thread, and in the process."""
-    return {
-        "flags": (is_checkpointing(), is_recomputing()),
-        "thread": (thread.flags, thread.scope, thread.norms),
-        "grad mode": torch.is_grad_enabled(),
-        "hooks": hooks_in_force(False),
-        "module hooks": any_global_hook(),
-        "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()),
-        "dtype": torch.get_default_dtype(),
-        "device": torch.get_default_device(),
-    }
-
-
-@contextmanager
-def nothing_left_behind():
-    before = thread_state()
-    yield
-    assert thread_state() == before
 
 
 def buffers_of(module):

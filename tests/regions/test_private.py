@@ -141,6 +141,16 @@ def storage_key():
     assert private.storage_key(torch.eye(2).to_sparse()) is None
 
 
+def bytes_now():
+    tensor = torch.ones(3)
+    storage = StorageWeakRef(tensor.untyped_storage())
+    assert private.bytes_now(storage) == tensor.untyped_storage().nbytes() == 12
+    tensor.untyped_storage().resize_(40)
+    assert private.bytes_now(storage) == 40
+    del tensor
+    assert private.bytes_now(storage) is None
+
+
 def use_count():
     x = torch.zeros(3)
     assert private.use_count(x) == 1
@@ -484,6 +494,7 @@ COUNTERPARTS = {
     "alive": alive,
     "apply_of": apply_of,
     "batch_norm_layer": batch_norm_layer,
+    "bytes_now": bytes_now,
     "caching_mode": selective_forward,
     "compiler_of": compiler_of,
     "compiler_stance": compiler_stance,

@@ -91,67 +91,6 @@ def test_counter_ends_when_its_block_raises():
     assert recomputes.total == 0
 
 
-# saved_bytes ----------------------------------------------------------------------------------------------------------
-
-
-def test_bytes_saved_by_eager_and_by_a_region():
-    x = leaf(1024)
-    with saved_bytes() as saved:
-        y = block(x)
-    assert saved.total == 2 * x.nbytes  # x, and its exp once for two operators
-    with saved_bytes() as saved:
-        z = checkpoint(block, x)
-    assert saved.total == x.nbytes
-    del y, z
-
-
-def test_storage_counts_once_and_whole():
-    x = leaf(1024)
-    with saved_bytes() as saved:
-        y = [x.sin(), x.cos(), x[:10].sin(), x.view(2, 512).sin()]
-    assert saved.total == x.nbytes
-    del y
-
-
-def test_nothing_saved_is_zero():
-    with saved_bytes() as saved:
-        y = leaf(1024) + 1
-    assert saved.total == 0
-    del y
-
-
-def test_parameters_do_not_count_and_inputs_do():
-    weight, x = nn.Parameter(torch.randn(1024)), leaf(1024)
-    with saved_bytes() as saved:
-        y = (x * weight).sum() + x.sin().sum()
-    assert saved.total == x.nbytes
-    del y
-
-
-def test_parameters_that_are_saved_as_views_do_not_count():
-    linear, x = nn.Linear(64, 32), leaf(8, 64)
-    with saved_bytes() as saved:
-        y = linear(x)  # its backward needs x and the transposed weight
-    assert saved.total == x.nbytes
-    del y
-
-
-def test_bytes_of_one_step_after_another_add_up():
-    with saved_bytes() as saved:
-        for _ in range(5):
-            leaf(1024).sin().sum().backward()
-    assert saved.total == 5 * 4096
-
-
-def test_backward_works_after_the_block():
-    x = leaf(1024)
-    with saved_bytes():
-        loss = block(x * 1).sum() + checkpoint(block, x * 1).sum()
-    (gradient,) = torch.autograd.grad(loss, x)
-    (half,) = torch.autograd.grad(block(x).sum(), x)
-    assert torch.equal(gradient, 2 * half)
-
-
 # flops ----------------------------------------------------------------------------------------------------------------
 
 

@@ -34,8 +34,8 @@ def counted(function) -> int:
     with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         outputs = function()
     del outputs
-    tensors = [one for one in saved if not isinstance(one if one._base is None else one._base, nn.Parameter)]
-    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
+    others = [x for x in saved if not isinstance(x if x._base is None else x._base, nn.Parameter)]
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in others}.values())
 
 
 class Net(nn.Module):

@@ -74,11 +74,11 @@ def test_the_accelerator_is_the_default_where_it_is_used(accelerator):
 
 @pytest.mark.accelerator
 def test_a_step_that_takes_nothing_where_it_is_counted(accelerator):
-    there, x = torch.ones(SIZE, device=accelerator), torch.ones(SIZE)
-    said = r".*, where the step takes nothing; works: peak_bytes\(step, 'cpu'\)"
-    with pytest.warns(UserWarning, match=rf"peak_bytes\(\) has counted on {accelerator.type}{said}"):
+    resident, x = torch.ones(SIZE, device=accelerator), torch.ones(SIZE)
+    rest = r".*, where the step takes nothing; works: peak_bytes\(step, 'cpu'\)"
+    with pytest.warns(UserWarning, match=rf"peak_bytes\(\) has counted on {accelerator.type}{rest}"):
         assert peak_bytes(lambda: x + 1) == 0
-    assert peak_bytes(lambda: x + 1, "cpu") == there.nbytes
+    assert peak_bytes(lambda: x + 1, "cpu") == resident.nbytes
 
 
 def test_gradients_are_those_without_counting():

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from torchckpt.command.shared import Unusable, amount, in_options, line, size, state_bytes
@@ -66,17 +67,19 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def model_faults(options: argparse.Namespace) -> None:
     """Raise Unusable for arguments that do not go together."""
     names = _OF_NUMBERS if options.target is not None else _OF_MODEL
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
+    misplaced = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
     if options.target is None:
-        if given:
-            raise Unusable(f"{given[0]} is given without a model; works: plan my_package.model:stages --device h100")
+        if misplaced:
+            raise Unusable(
+                f"{misplaced[0]} is given without a model; works: plan my_package.model:stages --device h100"
+            )
         missing = [name for name in ("blocks", "budget") if getattr(options, name) is None]
         if missing:
             named, works = ", ".join(f"--{name}" for name in missing), "plan --schedule 1f1b --blocks 8 --budget 50%"
             raise Unusable(f"the following arguments are required: {named}; works: {works}")
         return
-    if given:
-        raise Unusable(f"{given[0]} is given beside a model; {options.target} says what stages are and take")
+    if misplaced:
+        raise Unusable(f"{misplaced[0]} is given beside a model; {options.target} says what stages are and take")
     if options.device is None:
         raise Unusable(f"the model has no device; works: plan {options.target} --device h100")
     if options.budget is not None and options.device_memory is not None:
@@ -89,9 +92,9 @@ def model_costs(options: argparse.Namespace) -> PipelineCosts:
     """The costs of the stages that ``target`` makes."""
     from torchckpt.costs import pipeline_costs
 
-    given = {name: getattr(options, name) for name in ("efficiency", "dtype", "optimizer_bytes", "kernels")}
-    given["link_bytes_per_second"] = options.link_bandwidth
-    chosen = {name: value for name, value in given.items() if value is not None}
+    values = {name: getattr(options, name) for name in ("efficiency", "dtype", "optimizer_bytes", "kernels")}
+    values["link_bytes_per_second"] = options.link_bandwidth
+    chosen = {name: value for name, value in values.items() if value is not None}
     build = _holding(stages_at(options.target), options)
     try:
         return pipeline_costs(build, options.device, **chosen)
@@ -128,10 +131,7 @@ def _device(text: str) -> str:
 
 
 def _efficiency(text: str) -> float:
-    try:
-        share = amount(text)
-    except argparse.ArgumentTypeError:
-        share = 0.0
-    if not 0 < share <= 1:
-        raise argparse.ArgumentTypeError(f"not a share above 0 and at most 1, such as 0.5; received: {text}")
-    return share
+    with suppress(argparse.ArgumentTypeError):
+        if 0 < (share := amount(text)) <= 1:
+            return share
+    raise argparse.ArgumentTypeError(f"not a share above 0 and at most 1, such as 0.5; received: {text}")

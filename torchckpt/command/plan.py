@@ -18,6 +18,7 @@ from torchckpt.command.shared import (
     amount,
     count,
     file_to_write,
+    line,
     positive,
     say,
     say_json,
@@ -37,6 +38,7 @@ from torchckpt.planning.plan import PipelinePlan, plan_pipeline
 from torchckpt.planning.plan.every import Comparison, plan_every
 from torchckpt.planning.plan.figures import Rule
 from torchckpt.planning.work.block import Block, Stage, fixed
+from torchckpt.planning.work.host import Host
 
 __all__ = ["add", "run"]
 
@@ -61,6 +63,7 @@ the budget is what a rank holds for backwards, of every rank or a list with one 
   60GB, 60GiB               of a model, or where --saved and --boundary are bytes
   16.5                      in the unit of --saved
 of a model without a budget: what its --device has beside parameters, gradients and optimizer state
+--host and --host-link are in the same units, a list has one for each rank; blocks are sent away where that is shorter
 
 the last line says what the plan is worth, over the step that keeps everything; beside it the bound, which no plan of
 this schedule goes below, and what people do without a plan
@@ -69,6 +72,7 @@ examples:
   python -m torchckpt plan --schedule 1f1b --stages 4 --microbatches 8 --blocks 8,8,8,7 --boundary 0.06 \\
       --first 0.1,0.2,0 --last 1,2,2 --budget 50%
   python -m torchckpt plan --schedule all --stages 8 --microbatches 32 --blocks 8 --link 0.8 --budget 30%
+  python -m torchckpt plan --schedule 1f1b --stages 4 --microbatches 8 --blocks 8 --budget 30% --host 40 --host-link 0.5
   python -m torchckpt plan --csv schedule.csv --blocks 4 --budget 50% --balance --svg plan.svg
   python -m torchckpt plan examples.plan_llama:stages --device h100 --microbatches 32 --schedule all --budget 60GB
 
@@ -98,13 +102,14 @@ def run(options: argparse.Namespace) -> None:
     schedule, stages = _asked(options, None if costs is None else costs.stages)
     budget = _budget(options) if options.device_memory is None else DeviceMemory(options.device_memory)
     link = options.link if costs is None else replace(costs.link, latency_seconds=options.link)
-    compared = None
+    compared, host = None, _host(options)
     if schedule is None:
         ranks = options.ranks or len(stages)
-        compared = plan_every(stages, options.microbatches, budget, link, ranks=ranks, balance=options.balance)
+        more: dict[str, Any] = {"ranks": ranks, "balance": options.balance, "host": host}
+        compared = plan_every(stages, options.microbatches, budget, link, **more)
         plan = compared.best
     else:
-        plan = plan_pipeline(schedule, stages, budget, link, balance=options.balance)
+        plan = plan_pipeline(schedule, stages, budget, link, balance=options.balance, host=host)
     if options.svg is not None:
         write(options.svg, plan.draw())
     over = _over_device(plan, options)
@@ -145,6 +150,10 @@ def _as_json(plan: PipelinePlan, compared: Comparison | None) -> dict[str, Any]:
         "same_blocks": _rule_as_json(plan, plan.same_recomputed),
         "plan": json.loads(plan.to_json()),
     }
+    if plan.alone is not None:
+        alone = [seconds if math.isfinite(seconds) else None for seconds in plan.alone]
+        found |= dict(zip(("recompute_alone", "offload_alone"), alone))
+        found |= {"host_bytes": list(plan.problem.host_bytes), "host_peak_bytes": list(plan.step.host_peak_bytes)}
     if compared is not None:
         found["schedules"] = [_row_as_json(row, compared) for row in compared.plans]
         found["too_small_for"] = list(compared.too_small)
@@ -263,21 +272,42 @@ def _budget(options: argparse.Namespace) -> str | float | list[str | float]:
     return parts if len(parts) > 1 else parts[0]
 
 
-def _amount_of(text: str, options: argparse.Namespace) -> str | float:
+def _host(options: argparse.Namespace) -> Host | None:
+    """The host; None if there is none. Numbers are as those of the budget."""
+    names, works = ("host", "host_link", "host_half_duplex"), "works: --host 200GB --host-link 25GB"
+    given = [f"--{name.replace('_', '-')} {getattr(options, name)}".removesuffix(" True") for name in names
+             if getattr(options, name)]
+    received = f"received: {' '.join(given)}"
+    if options.host is None or options.host_link is None:
+        if given:
+            raise Unusable(f"a host is given without its bytes, or without those of its link; {received}; {works}")
+        return None
+    sizes = [_amount_of(part, options, "host") for part in options.host.split(",")]
+    out, *back = [_amount_of(part, options, "host-link") for part in options.host_link.split(",")]
+    if len(back) > 1:
+        raise Unusable(f"the link to a host has two directions; {received}; works: --host-link 25GB,20GB")
+    try:
+        host = Host(sizes if len(sizes) > 1 else sizes[0], out, half_duplex=options.host_half_duplex)
+        return replace(host, back=back[0]) if back else host
+    except ArgumentError as error:
+        raise Unusable(f"{line(error).partition('; received: ')[0]}; {received}; {works}") from None
+
+
+def _amount_of(text: str, options: argparse.Namespace, name: str = "budget") -> str | float:
+    what = {"budget": "the budget", "host": "the memory of the host", "host-link": "the link to the host"}[name]
     if options.target is not None:
         try:
             return with_unit(text)
         except Unusable as error:
-            works = f"--budget {text}GB"
-            raise Unusable(f"the budget is no size; received: --budget {error}; works: {works}") from None
+            raise Unusable(f"{what} is no size; received: --{name} {error}; works: --{name} {text}GB") from None
     try:
         return float(text)
     except ValueError:
-        saved = min(options.saved or _DEFAULTS["saved"])
+        saved, works = min(options.saved or _DEFAULTS["saved"]), "--budget 50%, or " * (name == "budget")
         if not text.endswith("%") and read(text) and saved < _LEAST_SAVED:
             raise Unusable(
-                f"the budget is in bytes, and --saved is not; received: --budget {text} and --saved "
-                f"{saved:g}; works: --budget 50%, or --saved 34e6 --boundary 2e6 --budget {text}"
+                f"{what} is in bytes, and --saved is not; received: --{name} {text} and --saved "
+                f"{saved:g}; works: {works}--saved 34e6 --boundary 2e6 --{name} {text}"
             ) from None
         return text
 
@@ -323,6 +353,9 @@ def _add_stages(parser: argparse.ArgumentParser) -> None:
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("plan")
     group.add_argument("--budget", metavar="BYTES", help="of a rank: 50%%, 60GB, or a number")
+    group.add_argument("--host", metavar="BYTES", help="memory of a rank on its host, to send blocks to: 200GB")
+    group.add_argument("--host-link", metavar="BYTES[,BACK]", help="a second to the host, and back if that differs")
+    group.add_argument("--host-half-duplex", action="store_true", help="the link copies one way at a time")
     group.add_argument("--balance", action="store_true", help="also move blocks between stages")
     group.add_argument("--svg", type=file_to_write(".svg"), metavar="FILE", help="draw the step and the memory")
     group.add_argument("--json", action="store_true", help="print JSON instead of the tables")

@@ -82,7 +82,7 @@ def built(place: str, command: str) -> Target:
 
 
 def model_at(place: str) -> tuple[Any, tuple[Any, ...], bool]:
-    """For ``fit``: a model, the arguments of a call, and whether the example was a tuple of them."""
+    """What ``fit`` reads at ``place``: a model, arguments of a call, and whether the example was a tuple of them."""
     target = built(place, "fit")
     if not target.has_example:
         raise _unfit(place, "fit", target.model or target.modules, "the target returns no example of a call")
@@ -108,7 +108,7 @@ def _chain(modules: Sequence[Any]) -> Any:
 
 
 def layers_at(place: str) -> Target:
-    """For ``balance``: the model is an nn.Sequential."""
+    """What ``balance`` reads at ``place``: a target whose model is an nn.Sequential."""
     from torch import nn
 
     target = built(place, "balance")
@@ -119,7 +119,7 @@ def layers_at(place: str) -> Target:
 
 
 def stages_at(place: str) -> Callable[[], Any]:
-    """For ``plan``: makes the stages, the example and the loss. It is found at once, and made where it is called."""
+    """What ``plan`` reads at ``place``: a function, looked up at once, that makes stages, the example and the loss."""
     _attribute_at(place)
 
     def build() -> Any:

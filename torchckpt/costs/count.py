@@ -41,7 +41,7 @@ __all__ = ["Counted", "Part", "counted", "repeated_children", "static_of", "watc
 
 @dataclass(frozen=True)
 class Part:
-    """What was counted for a block, or for operations outside of blocks."""
+    """What was counted for a part of a stage: a block, or operations outside of blocks."""
 
     work: Block
     """Its seconds and bytes. A replay has the operations of the forward up to the last tensor that it saves."""
@@ -57,7 +57,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Counted:
-    """What was counted for one stage."""
+    """What was counted for one stage, which never ran on its device."""
 
     before: Part
     blocks: tuple[Part, ...]
@@ -214,15 +214,15 @@ def _phase(ledger: Ledger, phase: str) -> Iterator[None]:
         ledger.phase = None
 
 
-Enter: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], None]
+_Enter: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], None]
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class _Regions(Scope):
-    """Tells when outermost regions start and end, and makes every region keep its saved tensors."""
+    """The scope of all regions of a stage. It tells when outermost ones start and end, and each keeps what it saves."""
 
-    def __init__(self, enter: Enter, leave: Callable[[], None]) -> None:
+    def __init__(self, enter: _Enter, leave: Callable[[], None]) -> None:
         super().__init__(keep=True)
         self._enter, self._leave = enter, leave
         self._depth = 0
@@ -241,7 +241,7 @@ class _Regions(Scope):
 
 
 @contextmanager
-def watched(enter: Enter, leave: Callable[[], None], children: Sequence[nn.Module] | None = None) -> Iterator[None]:
+def watched(enter: _Enter, leave: Callable[[], None], children: Sequence[nn.Module] | None = None) -> Iterator[None]:
     """Inside this context, ``enter`` and ``leave`` are called around each block: each outermost region, or each call of
     ``children``."""
     with ExitStack() as stack:
@@ -261,14 +261,14 @@ def watched(enter: Enter, leave: Callable[[], None], children: Sequence[nn.Modul
 
 def repeated_children(stages: Sequence[nn.Module]) -> list[nn.Module]:
     """The children of containers whose class occurs more than once among such children."""
-    found: list[nn.Module] = []
+    repeated: list[nn.Module] = []
     level: list[nn.Module] = list(stages)
     while level:
         children = [child for module in level for child in _in_containers(module)]
         counts = Counter(map(type, children))
-        found += [child for child in children if counts[type(child)] > 1]
+        repeated += [child for child in children if counts[type(child)] > 1]
         level = [child for child in children if counts[type(child)] == 1]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(repeated))
 
 
 def _in_containers(module: nn.Module) -> Iterator[nn.Module]:

@@ -17,13 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # what sees every op
 from torchckpt.modules import imported
 
 __all__ = [
-    "VALUES_ASKED",
-    "TorchDispatchMode",
-    "fused_attention",
-    "is_unallocated",
-    "is_view",
-    "sharded_kind",
-    "unallocated",
+    "VALUES_ASKED", "TorchDispatchMode", "fused_attention", "is_unallocated", "is_view", "sharded_kind", "unallocated",
 ]
 
 VALUES_ASKED = (DataDependentOutputException, DynamicOutputShapeException)

@@ -148,9 +148,9 @@ class Runtime(TorchRuntime):
         return bool(self._has_backward)
 
     def _step_microbatches(self, *args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
+        # Not in the stack, whose frame and an error that running() raises in place of another would hold each other.
+        with self.running(), ExitStack() as stack:
             stack.push(self._forget)
-            stack.enter_context(self.running())
             actions = self._training if self.is_training else _forwards_of(self._plain[self.rank])
             self.pipeline_order_with_comms[self.rank] = _Noted(actions, self.reaches)
             for stage in self._stages:

@@ -116,7 +116,7 @@ def mark(value: T, name: str = "") -> T:
 
 
 class Region:
-    """A named region: a context manager or a decorator. See :func:`region`."""
+    """A named region of a traced step, as users write it: a context manager or a decorator. See :func:`region`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -257,7 +257,7 @@ def regions_of(node: fx.Node) -> tuple[str, ...]:
 def _qualified(source: str) -> str:
     """``layers.3.mlp`` of Dynamo's ``L['self']._modules['layers']._modules['3'].mlp``."""
     name = re.sub(r"^L\['\w+'\]", "", source)
-    return _ITEM.sub(lambda found: "." + next(filter(None, found.groups())), name).strip(".")
+    return _ITEM.sub(lambda match: "." + next(filter(None, match.groups())), name).strip(".")
 
 
 @contextmanager

@@ -24,8 +24,8 @@ def _clock() -> float:
 
 
 class Watch:
-    """Counts the seconds of planning. Shows what is being done from some seconds on: on stderr, if that is a terminal,
-    else in the log."""
+    """A watch on tracing and planning, not on operators. It counts the seconds of planning, and shows what is being
+    done from some seconds on: on stderr, if that is a terminal, else in the log."""
 
     def __init__(self) -> None:
         self.planning_seconds = 0.0

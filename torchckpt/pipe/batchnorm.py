@@ -21,6 +21,7 @@ from torchckpt.regions.wrap.mixin import Mixin, put, take
 
 __all__ = ["DeferredBatchNorm", "Statistics"]
 
+
 class Statistics:
     """Count, mean and sum of squared deviations of all values so far, per channel.
 
@@ -100,7 +101,7 @@ class DeferredBatchNorm(Mixin):
         if batch is None or is_recomputing() or not norms.updates(layer):
             return plain(*args, **kwargs)
         # A replay, which is outside the mini-batch, must save the same tensors as this call: another reason for copies.
-        with norms.on_copies(layer), _Watch(layer, batch.statistics):
+        with norms.on_copies(layer), _Adding(layer, batch.statistics):
             return plain(*args, **kwargs)
 
     @staticmethod
@@ -224,7 +225,7 @@ def _write(values: list[tuple[Tensor, Tensor]]) -> None:
         buffer.data.copy_(value)  # .data: BatchNorm does not raise their version counters either
 
 
-class _Watch(TorchFunctionMode):
+class _Adding(TorchFunctionMode):
     """Adds the values that ``layer`` normalises; in a subclass of BatchNorm they may differ from the layer's input."""
 
     def __init__(self, layer: nn.Module, statistics: Statistics) -> None:

@@ -271,11 +271,11 @@ class Pipe(nn.Module):
 
     @property
     def plan(self) -> PipelinePlan | None:
-        """With a budget, the plan that was followed last; None in the first step. Its ranks are the devices."""
+        """The plan that was followed last; None in the first step, and without a budget. Its ranks are the devices."""
         return None if self._within is None else self._within.plan
 
     def report(self) -> PlannedStep:
-        """With a budget, the plan beside a step of it: seconds, and bytes of each device; ``print()`` shows a table.
+        """Compare the plan with a step of it: seconds, and bytes of each device; ``print()`` shows a table.
 
         Raises:
             CheckpointError: no step has followed a plan yet and was counted: that is the third step of a shape.
@@ -287,8 +287,8 @@ class Pipe(nn.Module):
         return self._within.report()
 
     def draw(self, path: str | PathLike[str] | None = None) -> str:
-        """With a budget, the picture of the plan as SVG: the step that keeps everything and the planned one, each
-        with the memory of each device under its budget. Raises as :meth:`report`."""
+        """Draw the plan within the budget as SVG: the step that keeps everything and the planned one, each with the
+        memory of each device under its budget. Raises as :meth:`report`."""
         return self.report().plan.draw(path)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -342,15 +342,15 @@ class Pipe(nn.Module):
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # in torch
 
     def cuda(self, device: Any = None) -> NoReturn:
-        """Not for a pipeline, whose stages have devices of their own."""
+        """Raise an error: the stages of a pipeline have devices of their own."""
         self._stays(".cuda()")
 
     def cpu(self) -> NoReturn:
-        """Not for a pipeline, whose stages have devices of their own."""
+        """Raise an error: the stages of a pipeline have devices of their own."""
         self._stays(".cpu()")
 
     def xpu(self, device: Any = None) -> NoReturn:
-        """Not for a pipeline, whose stages have devices of their own."""
+        """Raise an error: the stages of a pipeline have devices of their own."""
         self._stays(".xpu()")
 
     def _stays(self, call: str) -> NoReturn:

@@ -15,19 +15,8 @@ from torchckpt.regions.devices import accelerator_type
 from torchckpt.regions.state.layout import Modules
 
 __all__ = [
-    "ChangedInputs",
-    "Layer",
-    "Stage",
-    "WithDevice",
-    "argument_faults",
-    "balance_by_device",
-    "described",
-    "even_balance",
-    "indexed",
-    "layer_faults",
-    "layers_of",
-    "partition",
-    "placement_faults",
+    "ChangedInputs", "Layer", "Stage", "WithDevice", "argument_faults", "balance_by_device", "described",
+    "even_balance", "indexed", "layer_faults", "layers_of", "partition", "placement_faults",
 ]
 
 M = TypeVar("M", bound=nn.Module)
@@ -71,13 +60,13 @@ class ChangedInputs:
     """The inputs that a stage changes in place, as indices into the tensors that it gets."""
 
     changed: frozenset[int] | None = None
-    """None until the stage has run once."""
+    """All of them; None until the stage has run once."""
     now: set[int] = field(default_factory=set)
     """The changes seen so far in the first run."""
 
 
 class Stage:
-    """Consecutive layers on one device. The first takes the arguments, each other the output of the layer before."""
+    """Consecutive layers of a Pipe, on one device. The first takes the arguments, each other the output before it."""
 
     def __init__(
         self, number: int, first: int, layers: Sequence[Layer], device: torch.device, in_place: ChangedInputs

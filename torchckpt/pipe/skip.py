@@ -122,7 +122,7 @@ class _Stashed:
     version: int | None = None
     popped_by: str | None = None
     place: int | None = None
-    """If the skip is also an argument of the next stage: its index among that stage's tensors."""
+    """Its index among the tensors of the next stage, where the skip is also an argument of that stage."""
 
 
 class Skips:

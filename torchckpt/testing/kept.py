@@ -77,7 +77,7 @@ class KeptStorages(SavedBytes):
 
     def learn(self, node: Node | None) -> None:
         """Note the names of ``node`` and of all nodes behind it."""
-        for new in nodes_behind([node], lambda one: number_of(one) not in self.operations):
+        for new in nodes_behind([node], lambda node: number_of(node) not in self.operations):
             self.operations[number_of(new)] = operation_of(new.name())
 
     def _pack(self, tensor: Tensor) -> Any:
@@ -104,8 +104,8 @@ look_through(KeptStorages._pack)
 def storages_alive(activations: bool = True) -> set[StorageWeakRef]:
     """The storages of all tensors that the garbage collector tells of: none that ``gc.freeze()`` hides."""
     storages: set[StorageWeakRef] = set()
-    for one in gc.get_objects():
-        if issubclass(type(one), Tensor):
+    for tensor in gc.get_objects():
+        if issubclass(type(tensor), Tensor):
             with suppress(Exception):  # a parameter of a lazy layer has no storage yet
-                storages.update(storage_of(one) if activations or one.grad_fn is None else ())
+                storages.update(storage_of(tensor) if activations or tensor.grad_fn is None else ())
     return storages

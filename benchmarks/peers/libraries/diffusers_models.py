@@ -123,6 +123,6 @@ def small(cls: type[Any]) -> dict[str, Any]:
 def switch(model: Any, function: Callable[..., Any]) -> Iterator[None]:
     """The public switch, which takes the function: it is called with a module and the arguments of its forward."""
     model.enable_gradient_checkpointing(
-        lambda module, *args: function(module.__call__, *args, use_reentrant=False)
+        lambda module, *args, **named: function(module.__call__, *args, use_reentrant=False, **named)
     )
     yield

@@ -80,6 +80,9 @@ def _tokens(name: str, takes: Any, generator: torch.Generator) -> dict[str, Tens
 def _senses(takes: Any, config: Any, generator: torch.Generator) -> Iterator[dict[str, Tensor]]:
     if "pixel_values" in takes:
         yield {"pixel_values": _picture(config, generator)}
+        frames = _of(config, "num_frames", 0)
+        if frames:
+            yield {"pixel_values": _picture(config, generator)[:, None].repeat(1, frames, 1, 1, 1)}
     if "pixel_values_videos" in takes:
         frames = _of(config, "num_frames", 4)
         yield {"pixel_values_videos": _picture(config, generator)[:, None].repeat(1, frames, 1, 1, 1)}
@@ -100,6 +103,7 @@ def _sounds(config: Any) -> Iterator[tuple[int, ...]]:
     frames = 2 * _of(config, "max_source_positions", 32)
     yield BATCH, bands, frames
     yield BATCH, _of(config, "max_length", 64), bands
+    yield BATCH, 64, _of(config, "feature_projection_input_dim", bands)
     yield BATCH, 4000
     yield BATCH, 1, 4000
 

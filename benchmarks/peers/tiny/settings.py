@@ -109,7 +109,7 @@ def _token(name: str, value: Any, _: Mapping[str, Any]) -> Any:
 
 
 def _dropout(name: str, value: Any, _: Mapping[str, Any]) -> Any:
-    return DROPOUT if isinstance(value, (int, float)) and 0 <= value < 1 else value
+    return DROPOUT if isinstance(value, float) and 0 <= value < 1 else value
 
 
 def _layers(name: str, value: Any, settings: Mapping[str, Any]) -> Any:

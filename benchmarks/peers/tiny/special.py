@@ -62,6 +62,7 @@ def _images(config: Any, generator: torch.Generator) -> dict[str, Any]:
 
 
 _SERIES = {"prediction_length": 4, "context_length": 12, "lags_sequence": [1, 2, 3], "num_time_features": 1}
+_SWIN = {"embed_dim": 8, "depths": [2, 2, 2, 2], "num_heads": [1, 1, 2, 2], "image_size": 64, "window_size": 2}
 _MOE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
 
 SPECIAL: dict[str, dict[str, Any]] = {
@@ -76,7 +77,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "esm": {"esm": {"vocab_size": 128, "pad_token_id": 1, "mask_token_id": 32}},
     "gpt_neo": {"gpt_neo": {"attention_types": [[["global", "local"], 1]]}},
     "dia": {"inputs": _channels},
-    "donut": {"donut-swin": {"embed_dim": 24, "num_heads": [3, 3, 3, 3], "image_size": [64, 64], "window_size": 4}},
+    "decision_transformer": {"decision_transformer": {"vocab_size": 128}},
+    "donut": {"donut-swin": {**_SWIN, "image_size": [64, 64]}},
     "efficientloftr": {"inputs": _pair},
     "esmc": {"esmc": {"vocab_size": 128}},
     "falcon_h1": {"falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 16}},
@@ -86,6 +88,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "musicgen": {"class": "MusicgenForCausalLM", "inputs": _codes},
     "musicgen_melody": {"class": "MusicgenMelodyForCausalLM", "inputs": _codes},
     "informer": {"informer": _SERIES, "inputs": _series},
+    "vits": {"vits": {"vocab_size": 128}},
     "whisper": {"whisper": {"max_source_positions": 16}},
+    "pvt_v2": {"pvt_v2": {"num_attention_heads": [1, 1, 2, 2], "hidden_sizes": [8, 8, 16, 16]}},
+    "swin": {"swin": _SWIN},
+    "swin2sr": {"swin2sr": {**_SWIN, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 2], "image_size": 16}},
+    "swinv2": {"swinv2": _SWIN},
     "time_series_transformer": {"time_series_transformer": _SERIES, "inputs": _series},
 }

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from tests.distributed.stages import Blocks, batch, equal, gradients_of, parameters_of, schedule_on, stages_of, step
 from tests.helpers import Probe
+from tests.settings import without_collector
 from torchckpt import is_recomputing
 from torchckpt.distributed import recompute_ahead
 from torchckpt.errors import RecomputationError, ScheduleError
@@ -38,10 +40,10 @@ class Fault(nn.Module):
             raise error
 
 
-def faulty(stage, when="", error=None):
+def faulty(stage, when="", error=None, kind=Fault):
     """Two blocks, the first of which may fail; on stage 0 none does."""
     made = Blocks(stage, 2, "none")
-    made.blocks[0] = Fault(made.blocks[0], when if stage == 1 else "", error)
+    made.blocks[0] = kind(made.blocks[0], when if stage == 1 else "", error)
     made.regions = "ours"
     return made.checkpointed()
 
@@ -130,6 +132,28 @@ def test_step_without_gradients_is_torchs_own_error():
     schedule, stages = prepared()
     with torch.no_grad(), pytest.raises(RuntimeError, match="requires gradients to be enabled"):
         step(schedule, stages, *batch(M))
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_has_failed_is_freed_with_its_error():
+    """Not by the garbage collector: after a lack of memory nobody wants to wait for it."""
+    made = []
+
+    class Watched(Fault):
+        def now(self, kind):
+            if kind == "replay":
+                hidden = torch.ones(3)
+                made.append(weakref.ref(hidden))
+                raise ValueError("no more")
+
+    stages = stages_of(NAME, lambda stage: faulty(stage, kind=Watched))
+    schedule = recompute_ahead(schedule_on(stages, NAME, M), exempt="none")
+    with without_collector():
+        try:
+            seen_in_a_step(schedule, stages)
+        except ScheduleError as error:
+            assert made[-1]() is not None, error  # noqa: PT017
+        assert made[-1]() is None
 
 
 def causes(error):

@@ -21,7 +21,7 @@ def chain(x):
     return x.sum()
 
 
-def made(**options):
+def planner_for(**options):
     defaults = {"keep": None, "budget": None, "costs": "roofline", "rng": "keep", "exact": False, "shares": {}}
     return GraphPlanner(**{**defaults, **options})
 
@@ -44,13 +44,13 @@ def made(**options):
 )
 def test_faults(options, text):
     with pytest.raises(ArgumentError) as caught:
-        made(**options)
+        planner_for(**options)
     assert text in str(caught.value)
 
 
 def test_faults_beside_each_other_are_listed():
     with pytest.raises(ArgumentError, match=r"^3 faults") as caught:
-        made(costs="guess", rng="draw", exact=True)
+        planner_for(costs="guess", rng="draw", exact=True)
     assert str(caught.value).count("received:") == 3
 
 
@@ -60,7 +60,7 @@ def test_faults_beside_each_other_are_listed():
      {"exact": True, "budget": "50%"}, {"keep": "memory", "budget": 1}],
 )
 def test_what_is_fine(options):
-    assert made(**options).replay == (options.get("rng") == "replay")
+    assert planner_for(**options).replay == (options.get("rng") == "replay")
 
 
 # budgets --------------------------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def test_memory_of_a_long_chain_is_about_twice_its_root():
 # faults ---------------------------------------------------------------------------------------------------------------
 
 
-def said(function, *args):
+def text_of(function, *args):
     with pytest.raises(ArgumentError) as caught:
         function(*args)
     return str(caught.value)
@@ -109,7 +109,7 @@ def said(function, *args):
     ("keep", "near"), [("sped", "speed"), ("memry", "memory"), ("collect", "collection"), ("", "speed")]
 )
 def test_policy_that_is_unknown(keep, near):
-    assert said(check_keep, keep) == (
+    assert text_of(check_keep, keep) == (
         'keep is not one of "collection", "speed", "memory", a list of names, or a function\n'
         f"  received: {keep!r}\n"
         f'  works:    keep="{near}"; or keep=["{keep}"], if it is the name of a module or a mark'
@@ -118,7 +118,7 @@ def test_policy_that_is_unknown(keep, near):
 
 @pytest.mark.parametrize("keep", [b"speed", [1, 2], 3, ["a", None], {"a"}, 1.5, True])
 def test_what_is_no_keep(keep):
-    assert said(check_keep, keep) == (
+    assert text_of(check_keep, keep) == (
         f'keep is not a policy, a list of names, or a function\n  received: {keep!r}\n  works:    keep="memory"'
     )
 
@@ -129,7 +129,7 @@ def test_what_is_a_keep(keep):
 
 
 def test_names_that_are_unknown_are_all_listed(joint):
-    text = said(kept_by, ["out_1", "layer.0", "attention"], Values(joint))
+    text = text_of(kept_by, ["out_1", "layer.0", "attention"], Values(joint))
     assert text.startswith("2 faults\n")
     rule = "a name in keep is that of no module or mark of the traced call"
     assert f"{rule}\n  received: 'layer.0'\n  works:    keep=['" in text
@@ -139,7 +139,7 @@ def test_names_that_are_unknown_are_all_listed(joint):
 
 def test_names_where_there_are_none():
     joint = joint_of(lambda x: x.sin().sum(), leaf(3))
-    assert said(kept_by, ["h"], Values(joint)).endswith('works:    graph.mark(h, "h") in the model, then keep=["h"]')
+    assert text_of(kept_by, ["h"], Values(joint)).endswith('works:    graph.mark(h, "h") in the model, then keep=["h"]')
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_names_where_there_are_none():
 def test_nothing_to_keep(keep, received, works):
     joint = joint_of(lambda x: x.sin().exp().sum(), leaf(3))
     rule = "keep selects no value"
-    assert said(kept_by, keep, Values(joint)) == f"{rule}\n  received: {received}\n  works:    {works}"
+    assert text_of(kept_by, keep, Values(joint)) == f"{rule}\n  received: {received}\n  works:    {works}"
 
 
 def test_faults_of_a_traced_call_reach_the_caller():

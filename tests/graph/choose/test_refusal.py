@@ -48,14 +48,14 @@ def test_parts_are_those_that_are_measured():
     step = graph.rematerialize(model, x, keep=error.plan)
     peak_bytes = measured_peak(lambda: step(x).backward())
     of_parameters = sum(p.grad.nbytes for p in model.parameters())
-    given = sum(tensor.nbytes for tensor in (*model.parameters(), x))
+    state_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), x))
     assert peak_bytes == error.plan.peak_bytes + 4  # the gradient of the loss
     text = str(error)
     assert (
         f"at the end of the step: gradients of parameters {written(of_parameters)}, gradients of inputs "
         f"{written(x.grad.nbytes)}, outputs 4B\n" in text
     )
-    assert f"parameters, buffers and inputs, {written(given)}, are there before" in text
+    assert f"parameters, buffers and inputs, {written(state_bytes)}, are there before" in text
     (at_peak,) = re.findall(r"at the peak of the least: (.*)\n", text)
     (kept,) = re.findall(r"beside that, at that peak, (\S+)kB is kept", text)
     parts = [float(size) for size in re.findall(r"([\d.]+)kB", at_peak)]

@@ -70,8 +70,8 @@ def test_output_of_an_operation_that_nothing_reads_is_not_made():
 
 def test_two_outputs_of_one_operation_have_shapes_of_their_own():
     values, operations = of(lambda x: nn.functional.layer_norm(x.sin(), (4,)).sum(), leaf(3, 4))
-    found = [values.value(storage) for storage in operations["native_layer_norm"].writes]
-    assert [(value.name, value.shape) for value in found] == [
+    outputs = [values.value(storage) for storage in operations["native_layer_norm"].writes]
+    assert [(value.name, value.shape) for value in outputs] == [
         ("getitem", (3, 4)), ("getitem_1", (3, 1)), ("getitem_2", (3, 1)),
     ]
 
@@ -118,9 +118,9 @@ def test_homes():
         return e.sum()
 
     values, operations = of(function, leaf(3))
-    one, two, three = ("one#0",), ("one#0", "two#1"), ("one#0", "two#1", "three#2")
+    outer, two, three = ("one#0",), ("one#0", "two#1"), ("one#0", "two#1", "three#2")
     assert {name: values.homes.get(operations[name].writes[0]) for name in ("exp", "tanh", "cos", "sin", "sinh")} == {
-        "exp": None, "tanh": (two, two), "cos": (two, one), "sin": (three, three), "sinh": (three, one),
+        "exp": None, "tanh": (two, two), "cos": (two, outer), "sin": (three, three), "sinh": (three, outer),
     }
 
 

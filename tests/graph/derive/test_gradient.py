@@ -194,8 +194,8 @@ def test_can_be_copied_pickled_and_simplified(x):
 def test_repeats_have_values_of_their_own(x):
     adjoint = gradient(lambda x: region(lambda: x.sin().sin().view(-1).sin())().sum(), x)
     assert repeats(adjoint) == ["sin", "sin_1"]
-    made = [node.meta["val"] for node in adjoint.graph.nodes if node.op == "call_function"]
-    storages = [value.untyped_storage()._cdata for value in made]
+    values = [node.meta["val"] for node in adjoint.graph.nodes if node.op == "call_function"]
+    storages = [value.untyped_storage()._cdata for value in values]
     views = sum(counted(adjoint)[name] for name in ("view", "expand"))
     assert len(set(storages)) == len(storages) - views
 
@@ -339,6 +339,7 @@ def test_function_that_writes_to_what_it_closes_over_is_refused(x):
 def test_error_of_the_function_is_its_own(x):
     with pytest.raises(ZeroDivisionError):
         gradient(lambda x: x.sum() * (1 / 0), x)
+
 
 # inputs of another kind -----------------------------------------------------------------------------------------------
 

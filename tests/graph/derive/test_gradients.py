@@ -83,7 +83,7 @@ def test_function_and_inputs_are_let_go():
     gradients(owner, x)
     del owner, x
     gc.collect()
-    assert [one() for one in gone] == [None, None]
+    assert [reference() for reference in gone] == [None, None]
 
 
 @pytest.mark.parametrize(

@@ -111,15 +111,15 @@ def test_views_count_as_what_they_are_views_of(x):
 
 
 def test_one_of_several_outputs_separates(x):
-    def one(x):
+    def norm(x):
         return nn.functional.layer_norm(x.sin(), (64,)).cos().exp()
 
-    def two(x):
+    def highest(x):
         values, places = x.sin().max(0)
         return values.cos() * places
 
-    assert names(separators(traced(one, x))) == ["sin", "getitem", "cos"]
-    assert names(separators(traced(two, x))) == ["sin"]
+    assert names(separators(traced(norm, x))) == ["sin", "getitem", "cos"]
+    assert names(separators(traced(highest, x))) == ["sin"]
 
 
 def test_of_a_gradient_the_forward_is_looked_at(x):
@@ -134,8 +134,8 @@ def test_a_node_separates_iff_no_path_goes_around_it(seed):
     def function(x):
         values = [x.sin()]
         for _ in range(12):
-            one, other = generator.choices(values[-2:], k=2)
-            values.append(one + other.cos())
+            left, other = generator.choices(values[-2:], k=2)
+            values.append(left + other.cos())
         return values[-1]
 
     module = traced(function, torch.ones(2))

@@ -35,10 +35,10 @@ def joint(function, *inputs):
     """The joint graph of ``function``, and inputs for it: those given, and some gradients."""
     from functorch.compile import aot_function, default_partition
 
-    found = []
+    graphs = []
 
     def part(module, arguments, **options):
-        found.append((module, arguments))
+        graphs.append((module, arguments))
         return default_partition(module, arguments, **options)
 
     def as_it_is(module, _):
@@ -47,7 +47,7 @@ def joint(function, *inputs):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         aot_function(function, fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=part)(*inputs)
-    (module, (_, tangents)), = found
+    (module, (_, tangents)), = graphs
     return module, [*inputs, *(torch.randn(tuple(tangent.shape), dtype=tangent.dtype) for tangent in tangents)]
 
 
@@ -189,16 +189,32 @@ def test_mT_is_a_transpose():
     assert picture(assert_simplified(module, inputs)) == ["a"]
 
 
-def test_three_transposes_are_one():
-    inputs = [real(2, 3)]
-    simplified = assert_simplified(traced(lambda x: x.t().t().t(), *inputs), inputs)
-    assert picture(simplified) == ["v1 = t(a)", "v1"]
+REWRITES = {
+    "three transposes are one": (lambda x: x.t().t().t(), [(2, 3)], ["v1 = t(a)", "v1"]),
+    "a transpose with other readers stays for them": (
+        lambda x: (x.t(), x.t().t().cos(), x.t().sin()), [(2, 3)],
+        ["v1 = t(a)", "v2 = cos(a)", "v3 = sin(v1)", "v1, v2, v3"],
+    ),
+    "a transpose made twice is made once": (
+        lambda x: (x.t().sin(), x.mT.cos()), [(2, 3)], ["v1 = t(a)", "v2 = sin(v1)", "v3 = cos(v1)", "v2, v3"],
+    ),
+    "a view of the batch between two": (
+        lambda x: aten.view(x.mT, [2, 3, 4, 3]).mT, [(6, 3, 4)], ["v1 = view(a, [2, 3, 3, 4])", "v1"],
+    ),
+    "an expansion of the batch between two": (
+        lambda x: aten.expand(x.mT, [2, 4, 3]).mT, [(3, 4)], ["v1 = expand(a, [2, 3, 4])", "v1"],
+    ),
+    "a view that changes nothing is dropped": (
+        lambda x: aten.view(aten.expand(x, [2, 3]), [2, 3]).sin(), [(2, 3)], ["v1 = sin(a)", "v1"],
+    ),
+}
 
 
-def test_a_transpose_with_other_readers_stays_for_them():
-    inputs = [real(2, 3)]
-    simplified = assert_simplified(traced(lambda x: (x.t(), x.t().t().cos(), x.t().sin()), *inputs), inputs)
-    assert picture(simplified) == ["v1 = t(a)", "v2 = cos(a)", "v3 = sin(v1)", "v1, v2, v3"]
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(("function", "shapes", "expected"), REWRITES.values(), ids=REWRITES)
+def test_transposes_are_cancelled(function, shapes, expected, exact):
+    inputs = [real(*shape) for shape in shapes]
+    assert picture(assert_simplified(traced(function, *inputs), inputs, exact)) == expected
 
 
 @pytest.mark.parametrize(
@@ -211,8 +227,9 @@ def test_a_transpose_with_other_readers_stays_for_them():
         (lambda x: aten.transpose(aten.transpose(x, 1, 1), 1, 1), (2, 3)),
         (lambda x: aten.t(aten.t(x)), (3,)),
         (lambda x: aten.permute(aten.permute(x, [0]), [0]), (3,)),
+        (lambda x: aten.view(x.t(), [2, 3, 4]).mT, (4, 6)),
     ],
-    ids=["first two", "outer two", "permute", "cycle", "none", "a vector", "permute of a vector"],
+    ids=["first two", "outer two", "permute", "cycle", "none", "a vector", "permute of a vector", "a view of rows"],
 )
 def test_any_other_swap_stays(function, shape):
     inputs = [real(*shape)]
@@ -233,75 +250,66 @@ def test_conjugate_transpose_is_no_transpose(function):
         assert len(picture(simplify(by_call))) == 3
 
 
-def test_view_of_the_batch_between_two_transposes():
-    inputs = [real(6, 3, 4)]
-    module = traced(lambda x: aten.view(x.mT, [2, 3, 4, 3]).mT, *inputs)
-    assert picture(assert_simplified(module, inputs, exact=True)) == ["v1 = view(a, [2, 3, 3, 4])", "v1"]
-
-
-def test_expand_of_the_batch_between_two_transposes():
-    inputs = [real(3, 4)]
-    module = traced(lambda x: aten.expand(x.mT, [2, 4, 3]).mT, *inputs)
-    assert picture(assert_simplified(module, inputs, exact=True)) == ["v1 = expand(a, [2, 3, 4])", "v1"]
-
-
-def test_view_of_rows_between_two_transposes_stays():
-    inputs = [real(4, 6)]
-    module = traced(lambda x: aten.view(x.t(), [2, 3, 4]).mT, *inputs)
-    assert picture(assert_simplified(module, inputs)) == picture(module)
-
-
-def test_view_that_changes_nothing_is_dropped():
-    inputs = [real(2, 3)]
-    module = traced(lambda x: aten.view(aten.expand(x, [2, 3]), [2, 3]).sin(), *inputs)
-    assert picture(assert_simplified(module, inputs, exact=True)) == ["v1 = sin(a)", "v1"]
-
-
-def test_a_transpose_made_twice_is_made_once():
-    inputs = [real(2, 3)]
-    module = traced(lambda x: (x.t().sin(), x.mT.cos()), *inputs)
-    simplified = assert_simplified(module, inputs, exact=True)
-    assert picture(simplified) == ["v1 = t(a)", "v2 = sin(v1)", "v3 = cos(v1)", "v2, v3"]
-
-
 # T(a @ b) -> T(b) @ T(a) ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-        (lambda a, b: (a.t() @ b.t()).t(), ["v1 = mm(b, a)", "v1"]),
-        (lambda a, b: (a.t() @ b).t(), ["v1 = t(b)", "v2 = mm(v1, a)", "v2"]),
-        (lambda a, b: (a @ b.t()).t(), ["v1 = t(a)", "v2 = mm(b, v1)", "v2"]),
-        (lambda a, b: (a @ b).t(), ["v1 = mm(a, b)", "v2 = t(v1)", "v2"]),
-        (lambda a, b: (a @ b.t().t()).t().sin(), ["v1 = mm(a, b)", "v2 = t(v1)", "v3 = sin(v2)", "v3"]),
-    ],
-    ids=["a'b'", "a'b", "ab'", "ab", "ab''"],
-)
-def test_transpose_of_a_product_of_transposes(function, expected):
-    inputs = [real(4, 4), real(4, 4)]
+SQUARE = (4, 4)
+PRODUCTS_TURNED = {
+    "a'b'": (lambda a, b: (a.t() @ b.t()).t(), [SQUARE] * 2, ["v1 = mm(b, a)", "v1"]),
+    "a'b": (lambda a, b: (a.t() @ b).t(), [SQUARE] * 2, ["v1 = t(b)", "v2 = mm(v1, a)", "v2"]),
+    "ab'": (lambda a, b: (a @ b.t()).t(), [SQUARE] * 2, ["v1 = t(a)", "v2 = mm(b, v1)", "v2"]),
+    "ab": (lambda a, b: (a @ b).t(), [SQUARE] * 2, ["v1 = mm(a, b)", "v2 = t(v1)", "v2"]),
+    "ab''": (
+        lambda a, b: (a @ b.t().t()).t().sin(), [SQUARE] * 2, ["v1 = mm(a, b)", "v2 = t(v1)", "v3 = sin(v2)", "v3"],
+    ),
+    "batched, through views of the batch": (
+        lambda a, b: (a.mT @ b.mT).mT, [(2, 3, 4, 5), (2, 3, 6, 4)],
+        ["v1 = view(a, [6, 4, 5])", "v2 = view(b, [6, 6, 4])", "v3 = bmm(v2, v1)",
+         "v4 = _unsafe_view(v3, [2, 3, 6, 5])", "v4"],
+    ),
+    "a broadcast factor": (
+        lambda a, b: torch.bmm(a.mT, b.t().expand(2, 4, 5)).mT, [(2, 4, 3), (5, 4)],
+        ["v1 = expand(b, [2, 5, 4])", "v2 = bmm(v1, a)", "v2"],
+    ),
+    "a batched addend": (
+        lambda c, a, b: torch.baddbmm(c, a.mT, b.mT).mT, [(2, 3, 5), (2, 4, 3), (2, 5, 4)],
+        ["v1 = transpose(a, -2, -1)", "v2 = baddbmm(v1, c, b)", "v2"],
+    ),
+    "a product of products, if that takes fewer transposes": (
+        lambda a, b, c: ((a.t() @ b.t()) @ c).t(), [SQUARE] * 3,
+        ["v1 = mm(b, a)", "v2 = t(c)", "v3 = mm(v2, v1)", "v3"],
+    ),
+    "a square of a product, once": (
+        lambda a, b: ((product := a.t() @ b.t()) @ product).t(), [SQUARE] * 2,
+        ["v1 = mm(b, a)", "v2 = mm(v1, v1)", "v2"],
+    ),
+    "a transpose that is there is read again": (
+        lambda a, b: (a.t().sin(), b.t().sin(), (a @ b).t()), [SQUARE] * 2,
+        ["v1 = t(a)", "v2 = sin(v1)", "v3 = t(b)", "v4 = sin(v3)", "v5 = mm(v3, v1)", "v2, v4, v5"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("function", "shapes", "expected"), PRODUCTS_TURNED.values(), ids=PRODUCTS_TURNED)
+def test_transpose_of_a_product_of_transposes(function, shapes, expected):
+    inputs = [real(*shape) for shape in shapes]
     assert picture(assert_simplified(traced(function, *inputs), inputs)) == expected
 
 
-def test_exact_leaves_products_as_they_are():
-    inputs = [real(4, 4), real(4, 4)]
-    module = traced(lambda a, b: (a.t() @ b.t()).t(), *inputs)
-    assert picture(assert_simplified(module, inputs, exact=True)) == picture(module)
-
-
-def test_batched_product_is_turned_through_views_of_its_batch():
-    inputs = [real(2, 3, 4, 5), real(2, 3, 6, 4)]
-    simplified = assert_simplified(traced(lambda a, b: (a.mT @ b.mT).mT, *inputs), inputs)
-    assert picture(simplified) == [
-        "v1 = view(a, [6, 4, 5])", "v2 = view(b, [6, 6, 4])", "v3 = bmm(v2, v1)", "v4 = _unsafe_view(v3, [2, 3, 6, 5])",
-        "v4",
-    ]
-
-
-def test_broadcast_factor_is_turned():
-    inputs = [real(2, 4, 3), real(5, 4)]
-    simplified = assert_simplified(traced(lambda a, b: torch.bmm(a.mT, b.t().expand(2, 4, 5)).mT, *inputs), inputs)
-    assert picture(simplified) == ["v1 = expand(b, [2, 5, 4])", "v2 = bmm(v1, a)", "v2"]
+@pytest.mark.parametrize(
+    ("function", "shapes", "exact"),
+    [
+        (lambda a, b: (a.t() @ b.t()).t(), [SQUARE] * 2, True),
+        (lambda c, a, b: torch.addmm(c, a.t(), b.t()).t(), [(5,), (4, 3), (5, 4)], False),
+        (lambda a, b: ((product := a.t() @ b.t()).t(), product.sin()), [SQUARE] * 2, False),
+        (lambda a, b: ((product := a.t() @ b.t()).t(), product), [SQUARE] * 2, False),
+    ],
+    ids=["exact", "an addend without rows", "two readers", "an output too"],
+)
+def test_products_that_stay_as_they_are(function, shapes, exact):
+    inputs = [real(*shape) for shape in shapes]
+    module = traced(function, *inputs)
+    assert picture(assert_simplified(module, inputs, exact)) == picture(module)
 
 
 def test_matmul_that_broadcasts_is_turned():
@@ -340,18 +348,6 @@ def test_addend_with_rows_is_turned_and_its_factors_stay():
     assert [node.kwargs for node in sums] == [{"beta": 2, "alpha": 3}]
 
 
-def test_batched_addend_is_turned():
-    inputs = [real(2, 3, 5), real(2, 4, 3), real(2, 5, 4)]
-    module = traced(lambda c, a, b: torch.baddbmm(c, a.mT, b.mT).mT, *inputs)
-    assert picture(assert_simplified(module, inputs)) == ["v1 = transpose(a, -2, -1)", "v2 = baddbmm(v1, c, b)", "v2"]
-
-
-def test_addend_without_rows_keeps_the_product():
-    inputs = [real(5), real(4, 3), real(5, 4)]
-    module = traced(lambda c, a, b: torch.addmm(c, a.t(), b.t()).t(), *inputs)
-    assert picture(assert_simplified(module, inputs)) == picture(module)
-
-
 def test_type_of_the_result_is_kept():
     inputs = [real(4, 3, dtype=torch.bfloat16), real(5, 4, dtype=torch.bfloat16)]
 
@@ -362,51 +358,6 @@ def test_type_of_the_result_is_kept():
     simplified = simplify(by_hand(body, *inputs))
     assert picture(simplified) == ["v1 = mm(b, a, torch.float32)", "v1"]
     assert facts(list(simplified.graph.nodes)[-2].meta["val"]) == ((5, 3), torch.float32, (3, 1), 0)
-
-
-def test_product_of_products_is_turned_if_that_takes_fewer_transposes():
-    inputs = [real(4, 4), real(4, 4), real(4, 4)]
-    module = traced(lambda a, b, c: ((a.t() @ b.t()) @ c).t(), *inputs)
-    assert picture(assert_simplified(module, inputs)) == ["v1 = mm(b, a)", "v2 = t(c)", "v3 = mm(v2, v1)", "v3"]
-
-
-def test_square_of_a_product_is_turned_once():
-    inputs = [real(4, 4), real(4, 4)]
-
-    def function(a, b):
-        product = a.t() @ b.t()
-        return (product @ product).t()
-
-    module = traced(function, *inputs)
-    assert picture(assert_simplified(module, inputs)) == ["v1 = mm(b, a)", "v2 = mm(v1, v1)", "v2"]
-
-
-def test_product_with_two_readers_is_not_computed_twice():
-    inputs = [real(4, 4), real(4, 4)]
-
-    def function(a, b):
-        product = a.t() @ b.t()
-        return product.t(), product.sin()
-
-    module = traced(function, *inputs)
-    assert picture(assert_simplified(module, inputs)) == picture(module)
-
-
-def test_product_that_is_an_output_too_is_not_computed_twice():
-    inputs = [real(4, 4), real(4, 4)]
-
-    def function(a, b):
-        product = a.t() @ b.t()
-        return product.t(), product
-
-    module = traced(function, *inputs)
-    assert picture(assert_simplified(module, inputs)) == picture(module)
-
-
-def test_transpose_that_is_there_is_read_again():
-    inputs = [real(4, 4), real(4, 4)]
-    module = traced(lambda a, b: (a.t().sin(), b.t().sin(), (a @ b).t()), *inputs)
-    assert picture(assert_simplified(module, inputs))[-2:] == ["v5 = mm(v3, v1)", "v2, v4, v5"]
 
 
 # gradients ------------------------------------------------------------------------------------------------------------

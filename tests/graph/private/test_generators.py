@@ -67,17 +67,17 @@ PYTHON = {
 @pytest.mark.parametrize("seed", [3, 5])
 def test_generator_that_a_forward_sets_is_refused(function, seed):
     """Also where the state, or the seed, is afterwards as it was before."""
-    x, given = torch.randn(2, 4), leaf(2, 4)
+    x, inside = torch.randn(2, 4), leaf(2, 4)
     torch.manual_seed(seed)
     before = torch.get_rng_state()
-    for trace in (lambda: graph.rematerialize(Function(function), given),
+    for trace in (lambda: graph.rematerialize(Function(function), inside),
                   lambda: graph.gradient(lambda x: function(x).sum(), x)):
         with pytest.raises(CaptureError, match="a forward that seeds torch's generator, or sets its state"):
             trace()
         assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize(("name", "function"), [(name, one) for name, those in PYTHON.items() for one in those])
+@pytest.mark.parametrize(("name", "function"), [(name, call) for name, calls in PYTHON.items() for call in calls])
 def test_numbers_of_python_are_refused(name, function):
     """They would be the same in all calls."""
     for trace in (lambda: graph.rematerialize(Function(function), leaf(2, 4)),

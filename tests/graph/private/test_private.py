@@ -10,7 +10,14 @@ from tests.graph.traced import joint_of
 from tests.helpers import leaf
 from torchckpt.errors import CaptureError
 from torchckpt.features import TESTED, Feature
-from torchckpt.graph.private.runtime import allocations, is_collective, is_mutable, is_random, storage_of, without_modes
+from torchckpt.graph.private.runtime import (
+    allocations,
+    is_collective,
+    is_mutable,
+    is_random,
+    storage_number,
+    without_modes,
+)
 from torchckpt.graph.private.surroundings import compiling
 from torchckpt.graph.private.trace import (
     Boxed,
@@ -48,10 +55,10 @@ def test_collectives():
 
 def test_storage_is_one_of_views_and_another_of_others():
     x = torch.ones(4)
-    assert storage_of(x) == storage_of(x[1:]) == storage_of(x.view(2, 2))
-    assert storage_of(x) != storage_of(x.clone())
+    assert storage_number(x) == storage_number(x[1:]) == storage_number(x.view(2, 2))
+    assert storage_number(x) != storage_number(x.clone())
     sparse = torch.eye(2).to_sparse()
-    assert storage_of(sparse) == storage_of(sparse) != storage_of(torch.eye(2).to_sparse().coalesce())
+    assert storage_number(sparse) == storage_number(sparse) != storage_number(torch.eye(2).to_sparse().coalesce())
 
 
 def test_a_feature_that_torch_lacks():
@@ -66,34 +73,34 @@ def test_a_feature_that_torch_lacks():
 
 
 def test_boxed_code_takes_a_list_and_empties_it():
-    made = fx.Graph()
-    x, y = made.placeholder("x"), made.placeholder("y")
-    made.output((made.call_function(torch.add, (x, y)),))
-    made.set_codegen(Boxed())
-    module, arguments = fx.GraphModule(nn.Module(), made), [torch.ones(2), torch.ones(2)]
+    drawn = fx.Graph()
+    x, y = drawn.placeholder("x"), drawn.placeholder("y")
+    drawn.output((drawn.call_function(torch.add, (x, y)),))
+    drawn.set_codegen(Boxed())
+    module, arguments = fx.GraphModule(nn.Module(), drawn), [torch.ones(2), torch.ones(2)]
     assert torch.equal(module.forward(arguments)[0], torch.full((2,), 2.0))
     assert arguments == []
 
 
 def test_boxed_code_of_no_inputs_and_of_one():
     for count in (0, 1):
-        made = fx.Graph()
-        inputs = [made.placeholder(f"x{place}") for place in range(count)]
-        made.output(tuple(inputs))
-        made.set_codegen(Boxed())
-        module, arguments = fx.GraphModule(nn.Module(), made), [3] * count
+        drawn = fx.Graph()
+        inputs = [drawn.placeholder(f"x{place}") for place in range(count)]
+        drawn.output(tuple(inputs))
+        drawn.set_codegen(Boxed())
+        module, arguments = fx.GraphModule(nn.Module(), drawn), [3] * count
         assert module.forward(arguments) == (3,) * count
         assert arguments == []
 
 
 def test_boxed_code_frees_what_was_read_for_the_last_time():
-    made = fx.Graph()
-    node = made.placeholder("x")
+    drawn = fx.Graph()
+    node = drawn.placeholder("x")
     for _ in range(5):
-        node = made.call_function(torch.sin, (node,))
-    made.output((node,))
-    made.set_codegen(Boxed())
-    module = fx.GraphModule(nn.Module(), made)
+        node = drawn.call_function(torch.sin, (node,))
+    drawn.output((node,))
+    drawn.set_codegen(Boxed())
+    module = fx.GraphModule(nn.Module(), drawn)
     assert max(live_bytes(lambda: module.forward([torch.ones(1000)]))) == 8000
 
 
@@ -130,8 +137,8 @@ def test_differentiable_traces_without_running_and_runs_what_was_made():
 def test_outputs_that_are_new_values_of_inputs():
     graph = joint_of(nn.BatchNorm1d(3), leaf(4, 3)).module.graph
     outputs = graph.output_node().args[0]
-    found = sorted(outputs[place].name for place in mutated_inputs(graph.output_node()))
-    assert found == ["add", "getitem_3", "getitem_4"]
+    names = sorted(outputs[place].name for place in mutated_inputs(graph.output_node()))
+    assert names == ["add", "getitem_3", "getitem_4"]
     assert mutated_inputs(joint_of(torch.sin, leaf(3)).module.graph.output_node()) == {}
 
 

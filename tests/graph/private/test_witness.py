@@ -111,6 +111,6 @@ def test_recurrent_layers_have_their_weights_after_gradient(layer):
 
     model, x = Loss(), torch.randn(3, 2, 4)
     expected = torch.autograd.grad(model(x), list(model.parameters()))
-    loss, found = graph.gradient(model, x, require_grads=[name for name, _ in model.named_parameters()])(x)
-    assert_equal(found, expected)
+    loss, gradients = graph.gradient(model, x, require_grads=[name for name, _ in model.named_parameters()])(x)
+    assert_equal(gradients, expected)
     assert torch.equal(model(x), loss)

@@ -136,7 +136,7 @@ def test_returns_the_original_outputs_and_the_gradients_in_the_order_asked_for(t
     outputs, gradients = gradient(lambda x, y: ((x * y).sum(), x + y), x, y, require_grads=["y", "x"])(x, y)
     assert torch.equal(outputs[0], (x * y).sum())
     assert torch.equal(outputs[1], x + y)
-    assert [torch.equal(one, other) for one, other in zip(gradients, (x, y))] == [True, True]
+    assert [torch.equal(*pair) for pair in zip(gradients, (x, y))] == [True, True]
 
 
 def test_target_is_the_output_at_target_index(tensors):

@@ -139,9 +139,9 @@ def test_sparse_gradient_stays_sparse_until_a_dense_one_is_added():
 
     leaf = weight.clone().requires_grad_()
     expected, = torch.autograd.grad(looked_up(leaf), leaf)
-    one, two = gradients(looked_up, weight), gradients(lambda weight: looked_up(weight) + looked_up(weight), weight)
-    assert (one.is_sparse, two.is_sparse) == (True, True)
-    assert torch.equal(one.to_dense(), expected.to_dense())
+    once, two = gradients(looked_up, weight), gradients(lambda weight: looked_up(weight) + looked_up(weight), weight)
+    assert (once.is_sparse, two.is_sparse) == (True, True)
+    assert torch.equal(once.to_dense(), expected.to_dense())
     assert torch.equal(two.to_dense(), (expected + expected).to_dense())
     assert not gradients(lambda weight: looked_up(weight) + weight.sum(), weight).is_sparse
 

@@ -57,8 +57,8 @@ def dynamo(monkeypatch):
     torch._dynamo.reset()
 
 
-def compiled(model, made, **options):
-    return torch.compile(model, backend=made, **{"fullgraph": True, "dynamic": False, **options})
+def compiled(model, compiler, **options):
+    return torch.compile(model, backend=compiler, **{"fullgraph": True, "dynamic": False, **options})
 
 
 def planned(model, schedule, inner):
@@ -88,7 +88,7 @@ def test_operators_give_the_bits_of_eager(name):
 def test_parameters_of_an_output_that_no_loss_reads_have_no_gradient():
     case = MODELS["nested_outputs"]()
     call, _ = planned(case.model, "all dropped", "eager")
-    received, expected = (step(case.model, case.inputs, case.loss, call=one) for one in (call, case.model))
+    received, expected = (step(case.model, case.inputs, case.loss, call=function) for function in (call, case.model))
     assert expected.gradients["spare.weight"] is None
     assert_same(received, expected)
 
@@ -129,28 +129,28 @@ def test_predicted_bytes_of_operators_are_the_measured_ones():
 
 def test_budget_holds_and_its_plan_can_be_read():
     model, x = Perceptron(p=0.0), torch.randn(300, 32)
-    made = backend(budget="80%", inner="eager")
-    call = compiled(model, made)
+    compiler = backend(budget="80%", inner="eager")
+    call = compiled(model, compiler)
     call(x).backward()
-    (plan,) = made.plans
+    (plan,) = compiler.plans
     model.zero_grad()
     assert measured_peak(lambda: call(x).backward()) <= 0.8 * plan.eager_peak_bytes
 
 
 def test_each_shape_has_its_plan():
-    made = backend(inner="eager")
-    call = compiled(Perceptron(), made)
+    compiler = backend(inner="eager")
+    call = compiled(Perceptron(), compiler)
     for batch in (3, 5, 3):
         call(torch.randn(batch, 32)).backward()
-    assert len(made.plans) == 2
+    assert len(compiler.plans) == 2
 
 
 def test_without_gradients_nothing_is_planned():
-    made = backend(inner="eager")
+    compiler = backend(inner="eager")
     model, x = Perceptron(p=0.0), torch.randn(3, 32)
     with torch.no_grad():
-        assert torch.equal(compiled(model, made)(x), model(x))
-    assert made.plans == []
+        assert torch.equal(compiled(model, compiler)(x), model(x))
+    assert compiler.plans == []
 
 
 # marks, regions, modules ----------------------------------------------------------------------------------------------
@@ -195,8 +195,8 @@ def test_regions_reach_the_graph_and_each_has_a_number_of_its_own(nodes):
 
 
 def test_modules_reach_the_graph(nodes):
-    found = [module_of(node) for node in nodes if "addmm" in node.name or "tanh" in node.name]
-    assert found[:6] == ["layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1", "layers.2.0", "layers.2.1"]
+    modules = [module_of(node) for node in nodes if "addmm" in node.name or "tanh" in node.name]
+    assert modules[:6] == ["layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1", "layers.2.0", "layers.2.1"]
 
 
 @pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=[needs_compiler, pytest.mark.slow])])
@@ -208,9 +208,9 @@ def test_marks_reach_the_graph(inner):
 
 
 def test_marked_values_are_kept_by_name():
-    made = backend(keep=["h"], inner="eager")
-    compiled(Marked(), made)(torch.randn(3, 4)).backward()
-    assert "h" in made.plans[0].names
+    compiler = backend(keep=["h"], inner="eager")
+    compiled(Marked(), compiler)(torch.randn(3, 4)).backward()
+    assert "h" in compiler.plans[0].names
 
 
 # what cannot be planned -----------------------------------------------------------------------------------------------
@@ -358,12 +358,12 @@ def test_a_buffer_that_changes_is_read_in_the_backward_as_it_was_before():
 @pytest.mark.parametrize(("budget", "near"), [(None, 1.1), pytest.param(0.9, 1.3, marks=pytest.mark.slow)])
 def test_kernels_stay_within_the_plan_and_near_it(budget, near):
     model, x = Perceptron(), torch.randn(2000, 32)
-    made = graph.backend(budget=budget)
-    call = compiled(model, made)
+    compiler = graph.backend(budget=budget)
+    call = compiled(model, compiler)
     call(x).backward()
     model.zero_grad()
     measured = measured_peak(lambda: call(x).backward())
-    assert measured <= made.plans[0].peak_bytes <= near * measured
+    assert measured <= compiler.plans[0].peak_bytes <= near * measured
 
 
 # what torch's own backends do not notice ------------------------------------------------------------------------------
@@ -385,14 +385,14 @@ class Normed(nn.Module):
 def test_backward_inside_of_autocast_is_that_of_the_forward():
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
     x = torch.randn(4, 8)
-    found = []
+    results = []
     for call in (model, compiled_by_operators(model)):
         model.zero_grad()
         loss = call(x).sin().sum()
         with torch.autocast("cpu", torch.bfloat16, enabled=call is not model):
             loss.backward()
-        found.append([parameter.grad for parameter in model.parameters()])
-    assert_equal(*found)
+        results.append([parameter.grad for parameter in model.parameters()])
+    assert_equal(*results)
 
 
 def test_random_numbers_that_nothing_reads_are_drawn():
@@ -403,11 +403,11 @@ def test_random_numbers_that_nothing_reads_are_drawn():
             return torch.dropout(super().forward(x), 0.5, True)
 
     net, x = Net(8, 8), torch.randn(4, 8)
-    found = []
+    results = []
     for call in (net, compiled_by_operators(net)):
         torch.manual_seed(0)
-        found.append((call(x), torch.get_rng_state()))
-    assert_equal(*found)
+        results.append((call(x), torch.get_rng_state()))
+    assert_equal(*results)
 
 
 def test_argument_that_lies_in_a_buffer_that_changes():
@@ -418,8 +418,8 @@ def test_argument_that_lies_in_a_buffer_that_changes():
         net, plain = Normed(), Normed()
         call = compiled_by_operators(net)
         for _ in range(2):
-            received, expected = (m(h, one.norm.running_mean[:] if first else other)
-                                  for m, one in ((call, net), (plain, plain)))
+            received, expected = (m(h, owner.norm.running_mean[:] if first else other)
+                                  for m, owner in ((call, net), (plain, plain)))
             assert_equal(received, expected)
             assert_equal(list(net.buffers()), list(plain.buffers()))
         if later:

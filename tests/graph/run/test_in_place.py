@@ -281,7 +281,7 @@ def test_in_a_lightning_module():
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), 0.01)
 
-    found = []
+    losses = []
     for budget in (None, "90%"):
         trained = Trained()
         keys = list(trained.state_dict())
@@ -293,5 +293,5 @@ def test_in_a_lightning_module():
         batches = torch.utils.data.DataLoader([inputs(64), inputs(64) + 1], batch_size=None)
         trainer.fit(trained, batches)
         assert list(trained.state_dict()) == keys
-        found.append((trained.losses, {name: value.clone() for name, value in trained.state_dict().items()}))
-    assert_equal(*found)
+        losses.append((trained.losses, {name: value.clone() for name, value in trained.state_dict().items()}))
+    assert_equal(*losses)

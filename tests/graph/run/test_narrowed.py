@@ -89,7 +89,7 @@ def test_planned_is_taken(name, options):
             assert_taken(step, x, used, lets_go, wanted)
 
 
-def held(step, batch, wanted):
+def keeps_scores(step, batch, wanted):
     loss, scores = step(*batch)
     return torch.autograd.grad(loss, wanted), scores
 
@@ -110,7 +110,7 @@ def test_a_loss_and_scores_that_nobody_reads(scored, batch):
     step, wanted = graph.rematerialize(scored, *batch), list(scored.parameters())
     whole = step.plan
     assert whole.peak_bytes == 540_676
-    for run, planned in [(held, 475_140), (let_go, 409_604), (both, 540_676), (held, 475_140)]:
+    for run, planned in [(keeps_scores, 475_140), (let_go, 409_604), (both, 540_676), (keeps_scores, 475_140)]:
         taken = measured_peak(lambda run=run: run(step, batch, wanted))
         assert step.plan.peak_bytes == planned
         assert planned <= taken <= planned + 8  # gradients of the loss, and of what it is of
@@ -120,7 +120,7 @@ def test_a_loss_and_scores_that_nobody_reads(scored, batch):
 
 def test_results_while_what_is_read_changes(scored, batch):
     step, wanted = graph.rematerialize(scored, *batch, budget="80%"), list(scored.parameters())
-    for seed, run in enumerate([held, both, let_go, both, held]):
+    for seed, run in enumerate([keeps_scores, both, let_go, both, keeps_scores]):
         torch.manual_seed(seed)
         expected = run(scored, batch, wanted)
         torch.manual_seed(seed)
@@ -131,25 +131,25 @@ def test_results_while_what_is_read_changes(scored, batch):
 def test_a_backward_after_the_forwards_of_others(scored, batch):
     """What a forward keeps does not change with what is read: the second is right after the backward of the first."""
     step, wanted = graph.rematerialize(scored, *batch), list(scored.parameters())
-    found = []
+    results = []
     for call in (scored, step):
         torch.manual_seed(0)
         first, second = call(*batch), call(*batch)
-        one = torch.autograd.grad(first[0], wanted)
-        found.append((one, torch.autograd.grad(second[0] + second[1].sin().sum(), wanted)))
-    assert_equal(found[1], found[0])
+        partial = torch.autograd.grad(first[0], wanted)
+        results.append((partial, torch.autograd.grad(second[0] + second[1].sin().sum(), wanted)))
+    assert_equal(results[1], results[0])
 
 
 def test_retained(scored, batch):
     step, wanted = graph.rematerialize(scored, *batch), list(scored.parameters())
-    found = []
+    results = []
     for call in (scored, step):
         torch.manual_seed(0)
         loss, scores = call(*batch)
-        one = torch.autograd.grad(loss, wanted, retain_graph=True)
+        partial = torch.autograd.grad(loss, wanted, retain_graph=True)
         two = torch.autograd.grad(scores.sin().sum(), wanted, retain_graph=True)
-        found.append((one, two, torch.autograd.grad(loss + scores.sum(), wanted)))
-    assert_equal(found[1], found[0])
+        results.append((partial, two, torch.autograd.grad(loss + scores.sum(), wanted)))
+    assert_equal(results[1], results[0])
     assert step.plan.whole is None
 
 
@@ -192,7 +192,7 @@ def test_missing_gradients_of_parts_of_one_operation_are_counted_as_zeros():
 def test_each_kind_of_backward_is_logged_once(scored, batch, caplog):
     step, wanted = graph.rematerialize(scored, *batch), list(scored.parameters())
     with caplog.at_level(logging.INFO, "torchckpt"):
-        for run in (held, held, let_go, both):
+        for run in (keeps_scores, keeps_scores, let_go, both):
             run(step, batch, wanted)
     assert [record.getMessage() for record in caplog.records if record.name == "torchckpt"] == [
         "Scored: backward without 1 of the outputs' gradients. Plan: 475.1 kB of 475.1 kB, +0.0%"

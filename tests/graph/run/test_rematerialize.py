@@ -7,6 +7,7 @@ import inspect
 import pickle
 import types
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -108,23 +109,24 @@ def test_parameter_that_is_put_in_place_of_another_is_used(model):
     compare(model, step, x)
 
 
-@pytest.mark.parametrize("rank", ["sgd", "adamw"])
-def test_three_steps_of_an_optimizer(rank):
-    def trained(wrapped):
-        model = build()
-        call = step_of(model) if wrapped else model
-        made = {
-            "sgd": lambda: torch.optim.SGD(call.parameters(), 0.1, momentum=0.9),
-            "adamw": lambda: torch.optim.AdamW(call.parameters(), 0.01),
-        }[rank]()
-        torch.manual_seed(7)
-        for _ in range(3):
-            call(torch.randn(4, 6)).sin().sum().backward()
-            made.step()
-            made.zero_grad()
-        return dict(model.state_dict())
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
-    assert_equal(trained(True), trained(False))
+
+def trained(call, model, steps=2, seed=0, make=SGD):
+    """The state of ``model`` after steps of an optimizer."""
+    optimizer = make(call.parameters())
+    torch.manual_seed(seed)
+    for _ in range(steps):
+        call(torch.randn(4, 6)).sin().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("make", [SGD, partial(torch.optim.AdamW, lr=0.01)], ids=["sgd", "adamw"])
+def test_three_steps_of_an_optimizer(make):
+    received, expected = build(), build()
+    assert_equal(*(trained(*pair, 3, make=make) for pair in ((step_of(received), received), (expected, expected))))
 
 
 def test_mode_is_one_for_both(model, traces):
@@ -602,8 +604,8 @@ def test_threads_that_call_at_once():
         received.sum().backward()
         return received, model.body[0].weight.grad, step.plan.recomputed, {*step.plan.paths}, shared(x)
 
-    found = in_threads(*(lambda model=model: work(model) for model in models))
-    for model, (received, gradient, recomputed, paths, other) in zip(models, found):
+    results = in_threads(*(lambda model=model: work(model) for model in models))
+    for model, (received, gradient, recomputed, paths, other) in zip(models, results):
         weight = model.body[0].weight
         assert torch.equal(received, model(x))
         assert torch.equal(gradient, torch.autograd.grad(model(x).sum(), weight)[0])
@@ -624,7 +626,7 @@ def test_inputs_and_outputs_die(model, backward):
                 outputs.sum().backward()
             alive = [weakref.ref(x), weakref.ref(mask), weakref.ref(outputs)]
             del x, mask, outputs
-            assert [one() for one in alive] == [None] * 3
+            assert [reference() for reference in alive] == [None] * 3
 
 
 class Tanh(nn.Module):
@@ -677,28 +679,18 @@ def test_model_dies_with_the_result():
 # data parallel --------------------------------------------------------------------------------------------------------
 
 
-def trained(call, model, rank=0):
-    optimizer = torch.optim.SGD(call.parameters(), 0.1, momentum=0.9)
-    torch.manual_seed(rank)
-    for _ in range(2):
-        call(torch.randn(4, 6)).sin().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
 OF_DDP = inspect.signature(nn.parallel.DistributedDataParallel).parameters
 NO_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in OF_DDP else "broadcast_buffers"
 
 
 def data_parallel(rank: int):
     """With the result inside of DDP, and with the model there; no buffer is sent, as each rank has its own."""
-    found = []
+    replicas = []
     for wrap in (step_of, lambda model: model):
         model = build()
         call = nn.parallel.DistributedDataParallel(wrap(model), **{NO_BUFFERS: False})
-        found.append(trained(call, model, rank))
-    return found
+        replicas.append(trained(call, model, seed=rank))
+    return replicas
 
 
 def test_ddp_on_one_rank():
@@ -711,7 +703,7 @@ def test_ddp_on_two_ranks(tmp_path):
     (first, expected), (second, _) = on_ranks(data_parallel, tmp_path)
     assert_equal(first, expected)
     parameters = [name for name in first if not name.startswith("norm.running")]
-    assert_equal(*({name: found[name] for name in parameters} for found in (first, second)))
+    assert_equal(*({name: state[name] for name in parameters} for state in (first, second)))
 
 
 # faults ---------------------------------------------------------------------------------------------------------------
@@ -786,8 +778,8 @@ def test_share_becomes_bytes_once():
         for rows in (512, 512, 3):
             step(torch.randn(rows, 16)).sum().backward()
             handle.prepare(torch.randn(rows, 16))
-        for made in (step, handle):
-            first, second = made.plans
+        for holder in (step, handle):
+            first, second = holder.plans
             assert first.budget_bytes == second.budget_bytes
             assert second.peak_bytes == second.eager_peak_bytes > 0.7 * second.eager_peak_bytes
     with pytest.raises(BudgetInfeasible, match=r"70%, which is .* since the first plan; no schedule"):
@@ -814,7 +806,7 @@ def test_same_data_in_two_places_is_a_call_like_any_other(traces):
     for pair in ((x, torch.randn(3, 4)), (x, x), (torch.randn(3, 4), x)):
         compare(net, step, *pair)
     assert len(traces) == 1
-    one = torch.randn(3, 4, requires_grad=True)
-    for pair in ((one, one), (one, torch.randn(3, 4, requires_grad=True))):  # gradients are added in eager's order
+    data = torch.randn(3, 4, requires_grad=True)
+    for pair in ((data, data), (data, torch.randn(3, 4, requires_grad=True))):  # gradients are added in eager's order
         compare(net, step, *pair)
     assert len(traces) == 3

@@ -42,14 +42,14 @@ def test_a_product_between_two_keeps_them_apart(tensors):
         y = x * 2
         return (x @ w + y).sum()
 
-    found = names(Fusion(joint(apart, *tensors)).joint)
-    assert "mul" in found
-    assert "add" not in found
+    operations = names(Fusion(joint(apart, *tensors)).joint)
+    assert "mul" in operations
+    assert "add" not in operations
 
 
 def test_marked_values_are_written(tensors):
-    found = joint(lambda x, w: (graph.mark(x * 2, "h") + 1).exp().sum(), *tensors)
-    assert "mul" in names(Fusion(found).joint)
+    marked = joint(lambda x, w: (graph.mark(x * 2, "h") + 1).exp().sum(), *tensors)
+    assert "mul" in names(Fusion(marked).joint)
 
 
 @pytest.mark.parametrize("schedule", [lambda flow: flow.eager, lambda flow: late(flow, frozenset())])

@@ -7,7 +7,7 @@ from torch import nn
 
 from tests.graph.traced import joint_of
 from tests.helpers import leaf
-from torchckpt.graph.step.costs import Cost, Measure, cost_of, flops_of, given, roofline
+from torchckpt.graph.step.costs import Cost, Measure, cost_of, flops_of, roofline, with_seconds
 
 
 def node_of(name, function, *inputs):
@@ -60,16 +60,16 @@ def test_roofline_is_the_larger_of_bytes_and_flops(product, pointwise):
 
 @pytest.mark.parametrize("name", ["aten.mm", "aten.mm.default", "mm"])
 def test_given_by_the_name_of_the_operator_or_the_node(product, name):
-    assert given(product, {name: 7}) == Cost(7.0, 48)
+    assert with_seconds(product, {name: 7}) == Cost(7.0, 48)
 
 
 def test_given_for_others_is_counted(product, pointwise):
-    assert given(pointwise, {"aten.mm": 7}) == roofline(pointwise)
-    assert given(product, {}) == roofline(product)
+    assert with_seconds(pointwise, {"aten.mm": 7}) == roofline(pointwise)
+    assert with_seconds(product, {}) == roofline(product)
 
 
 def test_node_comes_before_the_operator(product):
-    assert given(product, {"aten.mm": 7, "mm": 8})[0] == 8.0
+    assert with_seconds(product, {"aten.mm": 7, "mm": 8})[0] == 8.0
 
 
 def test_profiled_is_measured(product):

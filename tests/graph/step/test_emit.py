@@ -115,9 +115,9 @@ def test_views_are_made_again_of_the_newest_copy():
     """A view of the first copy would keep it."""
     joint = joint_of(lambda x, w: (x.sin().t() @ w).sum(), leaf(3, 4), leaf(3, 4))
     _, backward = emitted(joint, late(joint.flow, set()))
-    made = {node.name: node for node in backward.graph.nodes}
-    assert "saved_sin" not in made
-    (reader,) = made["sin"].users
+    nodes = {node.name: node for node in backward.graph.nodes}
+    assert "saved_sin" not in nodes
+    (reader,) = nodes["sin"].users
     assert reader.op == "call_function"
 
 
@@ -125,7 +125,7 @@ def test_results_are_those_of_the_first_run():
     joint = joint_of(lambda x: (x.sin(), x.sin().exp()), leaf(3))
     assert pytree.tree_leaves(joint.outputs)
     flow = joint.flow
-    first = next(index for index, one in enumerate(flow.operations) if one.name == "sin")
+    first = next(index for index, operation in enumerate(flow.operations) if operation.name == "sin")
     schedule = [*range(flow.forward), first, *range(flow.forward, len(flow.operations))]
     forward, _ = emitted(joint, schedule)
     x = torch.ones(3)

@@ -20,18 +20,18 @@ aten = torch.ops.aten
 
 def node_of(target, *args, **kwargs):
     """Tensors among the arguments become nodes with them as values."""
-    made_in = fx.Graph()
+    drawn = fx.Graph()
 
     def placed(value):
         if not isinstance(value, torch.Tensor):
             return value
-        node = made_in.placeholder("x")
+        node = drawn.placeholder("x")
         node.meta["val"] = value
         return node
 
-    made = made_in.call_function(target, tuple(map(placed, args)), kwargs)
-    made.meta["val"] = torch.empty(1)
-    return made
+    call = drawn.call_function(target, tuple(map(placed, args)), kwargs)
+    call.meta["val"] = torch.empty(1)
+    return call
 
 
 def test_product_of_a_matrix_with_gaps_copies_it():
@@ -131,10 +131,10 @@ def test_random_numbers_are_those_of_before():
 
 
 def test_inputs_are_drawn_or_zeros_and_die_at_once():
-    found = []
+    seen = []
 
     def look(x, y, n):
-        found.append(weakref.ref(x))
+        seen.append(weakref.ref(x))
         assert x is not y
         assert x.any()
         assert not n.any()
@@ -143,7 +143,7 @@ def test_inputs_are_drawn_or_zeros_and_die_at_once():
     measure = Measure()
     measure.of(node_of(look, torch.zeros(3), torch.zeros(3), torch.ones(3, dtype=torch.int64)))
     gc.collect()
-    assert found[0]() is None
+    assert seen[0]() is None
 
 
 def test_storages_of_outputs_are_seen_and_those_of_inputs_are_not():

@@ -49,14 +49,14 @@ NONE = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_are_none_where_eager_has_none(model, name):
     x = leaf(2, 3)
-    found = []
+    results = []
     for call in (model, graph.rematerialize(model)):
         model.zero_grad()
         x.grad = None
         LOSSES[name](call(x)).backward()
-        found.append({key: parameter.grad for key, parameter in [*model.named_parameters(), ("x", x)]})
-    assert_equal(found[1], found[0])
-    assert {key.split(".")[0] for key, gradient in found[1].items() if gradient is None} == NONE[name]
+        results.append({key: parameter.grad for key, parameter in [*model.named_parameters(), ("x", x)]})
+    assert_equal(results[1], results[0])
+    assert {key.split(".")[0] for key, gradient in results[1].items() if gradient is None} == NONE[name]
 
 
 def test_one_output_after_the_other(model):

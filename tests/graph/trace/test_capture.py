@@ -43,7 +43,7 @@ def test_call_is_the_function_with_its_derivatives():
     called = capture(lambda x, y: {"a": (x * y).sin(), "n": 3, "none": [None]}, x, y)
     received, expected = called([x, y]), {"a": (x * y).sin(), "n": 3, "none": [None]}
     assert_equal(received, expected)
-    assert_equal(*(torch.autograd.grad(found["a"].sum(), (x, y)) for found in (received, expected)))
+    assert_equal(*(torch.autograd.grad(outputs["a"].sum(), (x, y)) for outputs in (received, expected)))
 
 
 def test_nothing_runs_while_a_call_is_traced():

@@ -170,7 +170,7 @@ def test_warning_says_which_global_always_changes(monkeypatch):
         for value in range(9):
             monkeypatch.setattr(module_of_test(), "SCALE", float(value))
             step(x).sum().backward()
-    assert [str(one.message) for one in caught if "SCALE was" in str(one.message)]
+    assert [str(warning.message) for warning in caught if "SCALE was" in str(warning.message)]
 
 
 def test_code_of_libraries_is_not_looked_into():

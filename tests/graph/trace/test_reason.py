@@ -75,8 +75,8 @@ def test_nearest_of_several_is_told_of_and_at_most_three_things():
     before = [guard(model, X), guard(model, torch.ones(7, 3).double()), guard(model, X, X)]
     assert reason(model, before, torch.ones(7, 3)) == "dtype of args[0]: torch.float64, now torch.float32"
     before = [guard(model, X, a=1, b=1, c=1, d=1)]
-    found = reason(model, before, X, a=2, b=2, c=2, d=2)
-    assert found == "kwargs['a']: 1, now 2, kwargs['b']: 1, now 2, kwargs['c']: 1, now 2, and 1 more"
+    text = reason(model, before, X, a=2, b=2, c=2, d=2)
+    assert text == "kwargs['a']: 1, now 2, kwargs['b']: 1, now 2, kwargs['c']: 1, now 2, and 1 more"
 
 
 def test_modes_of_torch():

@@ -115,7 +115,7 @@ def test_call_without_gradients_waits_for_another_threads_trace():
                 story.wait("two calls")
             return super().forward(x)
 
-    model, found = Slow(3, 3), []
+    model, results = Slow(3, 3), []
     step = graph.rematerialize(model)
 
     def trace():
@@ -125,10 +125,10 @@ def test_call_without_gradients_waits_for_another_threads_trace():
         story.wait("traced")
         story.tell("two calls")
         with torch.no_grad():
-            found.append(step(torch.ones(2, 3)))
+            results.append(step(torch.ones(2, 3)))
 
     run(trace, call)
     with torch.no_grad():
-        assert torch.equal(found[0], model(torch.ones(2, 3)))
+        assert torch.equal(results[0], model(torch.ones(2, 3)))
     with TRACE_LOCK.tracing():
         pass

@@ -49,7 +49,7 @@ def test_recurrent_layers(build, requires_grad, options):
 
 def test_fused_lstm_is_one_operation_and_its_workspace_is_seen():
     joint = joint_of(First(nn.LSTM(8, 16)), leaf(3, 5, 8))
-    (place,) = (place for place, one in enumerate(joint.flow.operations) if one.name == "mkldnn_rnn_layer")
+    (place,) = (place for place, operation in enumerate(joint.flow.operations) if operation.name == "mkldnn_rnn_layer")
     sizes = [joint.flow.sizes_bytes[storage] for storage in joint.flow.operations[place].writes]
     assert sizes[:3] == [3 * 5 * 16 * 4, 5 * 16 * 4, 5 * 16 * 4]
     assert sizes[3] > 0
@@ -68,7 +68,7 @@ def test_upsampling(mode, options):
 
 def test_bilinear_upsampling_is_one_operation():
     joint = joint_of(lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), leaf(1, 2, 4, 4))
-    assert [one.name for one in joint.flow.operations] == [
+    assert [operation.name for operation in joint.flow.operations] == [
         "upsample_bilinear2d", "tangents", "upsample_bilinear2d_backward"
     ]
 
@@ -204,7 +204,7 @@ noisy.register_autograd(
 def test_operator_that_draws_runs_once():
     net, x = nn.Sequential(nn.Linear(4, 4), Function(noisy), nn.Linear(4, 4)), leaf(3, 4)
     step = graph.rematerialize(net, x, keep=lambda value: value.flops > 0)
-    assert [one.repeatable for one in step.plan.flow.operations if "noisy" in one.name] == [False]
+    assert [operation.repeatable for operation in step.plan.flow.operations if "noisy" in operation.name] == [False]
     compare(net, step, x)
 
 

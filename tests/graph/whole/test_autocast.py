@@ -136,11 +136,11 @@ def test_gradients_of_a_function(model):
     with autocast():
         adjoint = graph.gradient(Loss(), x, require_grads=names)
         torch.manual_seed(1)
-        loss, found = adjoint(x)
-    assert_equal([loss, *found], expected)
+        loss, gradients = adjoint(x)
+    assert_equal([loss, *gradients], expected)
     torch.manual_seed(1)
-    loss, found = adjoint(x)  # its casts are in it
-    assert_equal([loss, *found], expected)
+    loss, gradients = adjoint(x)  # its casts are in it
+    assert_equal([loss, *gradients], expected)
 
     wanted = leaf(3, 16)
     torch.manual_seed(1)
@@ -149,9 +149,9 @@ def test_gradients_of_a_function(model):
     (expected,) = torch.autograd.grad(loss, wanted)
     torch.manual_seed(1)
     with autocast():
-        found = graph.gradients(loss_of, wanted, checkpoints=None)
+        gradients = graph.gradients(loss_of, wanted, checkpoints=None)
         assert not isinstance(model(wanted), torch._subclasses.FakeTensor)  # no cast without data is left
-    assert_equal(found, expected)
+    assert_equal(gradients, expected)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -160,12 +160,12 @@ def test_leaf_that_requires_a_gradient_is_cast_once_and_another_tensor_each_time
     step = graph.rematerialize(function)
     weight = leaf(16, 16)
     for make in (lambda: weight, lambda: weight * 1):
-        found = []
+        results = []
         for call in (function, step):
             with autocast():
                 loss = call(torch.ones(4, 16), make()).sin().sum()
-            found.append(torch.autograd.grad(loss, weight))
-        assert_equal(found[1], found[0])
+            results.append(torch.autograd.grad(loss, weight))
+        assert_equal(results[1], results[0])
 
 
 @pytest.mark.parametrize("around", [True, False])

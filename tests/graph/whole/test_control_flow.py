@@ -91,8 +91,8 @@ def test_gradient_of_a_function_with_branches():
             x.abs_().mul_(sign)
         expected = loss_of(x, w)
         gradients = torch.autograd.grad(expected, [x, w])
-        loss, found = adjoint(x, w)
-        assert_equal((loss, found), (expected.detach(), gradients))
+        loss, slopes = adjoint(x, w)
+        assert_equal((loss, slopes), (expected.detach(), gradients))
         assert_equal(graph.gradients(loss_of, [x, w], checkpoints=None), list(gradients))
 
 

@@ -97,10 +97,10 @@ def test_tied_weights_are_saved_and_loaded(tmp_path):
     for saved in (step, model):
         saved.save_pretrained(tmp_path)
         read = type(model).from_pretrained(tmp_path)
-        for found in (other, read):
-            assert list(found.state_dict()) == list(model.state_dict())
-            assert_equal(dict(found.state_dict()), dict(model.state_dict()))
-            assert found.lm_head.weight is found.transformer.wte.weight
+        for loaded_model in (other, read):
+            assert list(loaded_model.state_dict()) == list(model.state_dict())
+            assert_equal(dict(loaded_model.state_dict()), dict(model.state_dict()))
+            assert loaded_model.lm_head.weight is loaded_model.transformer.wte.weight
 
 
 class Data(Dataset):
@@ -131,8 +131,8 @@ def test_trainer_trains_as_ever(tmp_path, options, capsys):
     assert_equal(trained(step, tmp_path, **options)[1], expected)
     model = gpt2()
     handle = graph.rematerialize_(model, keep="memory")
-    trainer, found = trained(model, tmp_path, **options)
-    assert_equal(found, expected)
+    trainer, losses = trained(model, tmp_path, **options)
+    assert_equal(losses, expected)
     assert len(step.plans) == len(handle.plans) == 1
     trainer.save_model(str(tmp_path / "saved"))
     assert_equal(dict(gpt2().from_pretrained(tmp_path / "saved").state_dict()), expected[3])

@@ -69,17 +69,17 @@ def trained(make, wrap, uses_all, rank):
         optimizer.zero_grad()
         model(torch.randn(64, 8)).sin().sum().backward()
         optimizer.step()
-    full = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in model.parameters()]
-    return [one.detach().clone() for one in full]
+    full = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return [parameter.detach().clone() for parameter in full]
 
 
 def all_cases(rank):
     """Of each case, the parameters with the module itself, and traced."""
-    found = {}
+    results = {}
     for name, make in CASES.items():
         uses_all = "unused" not in name
-        found[name] = [trained(make, wrap, uses_all, rank) for wrap in (lambda module: module, traced)]
-    return found
+        results[name] = [trained(make, wrap, uses_all, rank) for wrap in (lambda module: module, traced)]
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +89,8 @@ def ranks(tmp_path_factory):
 
 @pytest.mark.parametrize("name", CASES)
 def test_parameters_after_three_steps_are_those_of_the_module_itself(name, ranks):
-    for found in ranks:
-        expected, received = found[name]
+    for rank in ranks:
+        expected, received = rank[name]
         assert all(map(torch.equal, received, expected))
     assert all(map(torch.equal, ranks[0][name][1], ranks[1][name][1]))
-    assert not all(map(torch.equal, ranks[0][name][1], [one.detach() for one in Model().parameters()]))
+    assert not all(map(torch.equal, ranks[0][name][1], [parameter.detach() for parameter in Model().parameters()]))

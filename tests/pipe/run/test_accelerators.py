@@ -222,9 +222,9 @@ def test_the_timeline_of_a_step_is_in_order_on_every_device() -> None:
     kinds = {event.action.kind for event in timeline.events}
     assert kinds == {Kind.FORWARD, Kind.BACKWARD, Kind.RECOMPUTE}
     for rank, order in enumerate(timeline.schedule.ranks):
-        own = [event for event in timeline.events if event.rank == rank]
-        assert [event.action for event in own] == list(order)
-        assert all(event.start_seconds <= event.end_seconds for event in own)
+        events = [event for event in timeline.events if event.rank == rank]
+        assert [event.action for event in events] == list(order)
+        assert all(event.start_seconds <= event.end_seconds for event in events)
 
 
 def test_a_step_keeps_boundaries_of_as_many_micro_batches_as_stages() -> None:
@@ -253,8 +253,8 @@ def test_a_step_keeps_boundaries_of_as_many_micro_batches_as_stages() -> None:
 
 def test_the_replay_of_a_step_runs_before_the_next_stage_s_backward() -> None:
     stages = [Timed(), Timed()]
-    one = [FIRST, FIRST]  # events of two devices cannot be compared
-    pipe = torchckpt.Pipe(nn.Sequential(*stages), [1, 1], one, chunks=2, checkpoint="always")
+    replays = [FIRST, FIRST]  # events of two devices cannot be compared
+    pipe = torchckpt.Pipe(nn.Sequential(*stages), [1, 1], replays, chunks=2, checkpoint="always")
     x = torch.randn(64, 256, device=FIRST)
     pipe.step(x, x, loss_fn=nn.functional.mse_loss)
     torch.accelerator.synchronize()

@@ -82,10 +82,10 @@ def on_devices(seed: int, count: int) -> Program:
     return program(seed, [f"{TYPE}:{number}" for number in range(count)])
 
 
-def awake(monkeypatch: pytest.MonkeyPatch, one: Program) -> list[Tensor]:
+def awake(monkeypatch: pytest.MonkeyPatch, program: Program) -> list[Tensor]:
     """What it leaves behind where nothing sleeps; copies are made all the same, as kernels may round by strides."""
     with asleep(monkeypatch, share=0.0):
-        return one.run("never")
+        return program.run("never")
 
 
 @pytest.mark.parametrize("count", [1, 2], ids=["one device", "two devices"])
@@ -93,13 +93,14 @@ def awake(monkeypatch: pytest.MonkeyPatch, one: Program) -> list[Tensor]:
 def test_a_program_leaves_the_same_bits_whatever_sleeps(monkeypatch, seed, count):
     if count > torch.accelerator.device_count():
         pytest.skip(f"needs two {TYPE} devices")
-    one = on_devices(seed, count)
-    expected = awake(monkeypatch, one)
+    program = on_devices(seed, count)
+    expected = awake(monkeypatch, program)
     assert not any(tensor.isnan().any() for tensor in expected)
     for place, mode in enumerate(MODES):
         with asleep(monkeypatch, 10 * seed + place) as sleeper:
-            received = one.run(mode)
-        differing = [at for at, pair in enumerate(zip(received, expected, strict=True)) if not torch.equal(*pair)]
+            received = program.run(mode)
+        pairs = enumerate(zip(received, expected, strict=True))
+        differing = [number for number, pair in pairs if not torch.equal(*pair)]
         assert differing == [], f"program {seed}, {mode}"
         assert sleeper.count
 
@@ -108,12 +109,12 @@ def test_a_missing_wait_would_show_on_one_device(monkeypatch):
     """Without the waits of the links some programs differ, though the same things sleep."""
 
     def leaves_the_same(seed: int) -> bool:
-        one = on_devices(seed, 1)
-        expected = awake(monkeypatch, one)
+        program = on_devices(seed, 1)
+        expected = awake(monkeypatch, program)
         with monkeypatch.context() as patch, asleep(monkeypatch, seed):
             for user in ("pipeline", "step"):
                 name = f"torchckpt.pipe.run.{user}.wait"
                 patch.setattr(name, lambda before, after, tensors: wait(None, None, tensors))
-            return all(map(torch.equal, one.run("always"), expected))
+            return all(map(torch.equal, program.run("always"), expected))
 
     assert not all(map(leaves_the_same, range(6)))

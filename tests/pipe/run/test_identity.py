@@ -54,9 +54,9 @@ def losses(outputs: Any) -> Tensor:
 def gradients(model: nn.Module, call: Callable[[nn.Module], Any]) -> list[Tensor]:
     model.zero_grad()
     call(model)
-    found = [parameter.grad for parameter in model.parameters()]
-    assert all(gradient is not None for gradient in found)
-    return [gradient.clone() for gradient in found if gradient is not None]
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert all(gradient is not None for gradient in gradients)
+    return [gradient.clone() for gradient in gradients if gradient is not None]
 
 
 def by_forward(*args: Any, **kwargs: Any) -> Callable[[nn.Module], Any]:
@@ -83,19 +83,19 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 @pytest.mark.parametrize("way", [by_forward, by_step])
 def test_one_tensor_as_several_inputs_and_between_stages(args: Any, mode: Any, requires_grad: bool, way: Any) -> None:
     x = X.clone().requires_grad_(requires_grad)
-    given, named = torch.utils._pytree.tree_map_only(Tensor, lambda _: x, args)
+    inputs, named = torch.utils._pytree.tree_map_only(Tensor, lambda _: x, args)
     layers = nn.Sequential(Two(4, 4), Twice(4, 4), Two(4, 4), nn.Tanh())
 
     def plain(model: nn.Module) -> None:
         """The layers, micro-batch by micro-batch: gradients add up in that order."""
         for rows in x.detach().split(2):
-            args, kwargs = torch.utils._pytree.tree_map_only(Tensor, lambda _, rows=rows: rows, (given, named))
+            args, kwargs = torch.utils._pytree.tree_map_only(Tensor, lambda _, rows=rows: rows, (inputs, named))
             h = layers[0](*args, **kwargs)
             losses(layers[3](layers[2](layers[1](h)))).backward()
 
     expected = gradients(layers, plain)
     for balance in [1, 1, 1, 1], [2, 2], [4]:
-        received = gradients(Pipe(layers, balance, chunks=2, checkpoint=mode), way(*given, **named))
+        received = gradients(Pipe(layers, balance, chunks=2, checkpoint=mode), way(*inputs, **named))
         assert all(map(torch.allclose, received, expected)), balance
 
 
@@ -104,9 +104,9 @@ def test_one_tensor_as_several_inputs_and_between_stages(args: Any, mode: Any, r
 def test_outputs_are_the_same_tensor_where_those_of_the_module_are(mode: Any, chunks: int) -> None:
     layers = nn.Sequential(Twice(4, 4), Third(4, 4))
     for model in layers, Pipe(layers, [1, 1], chunks=chunks, checkpoint=mode):
-        one, (other, third) = model(X)
-        assert one is other
-        assert third is not one
+        first, (other, third) = model(X)
+        assert first is other
+        assert third is not first
 
 
 @pytest.mark.parametrize("mode", MODES)

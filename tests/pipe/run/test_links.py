@@ -16,6 +16,7 @@ import torchckpt
 from tests.pipe.stages import run, stages_of
 from torchckpt.pipe.run import links
 from torchckpt.pipe.run.links import Place
+from torchckpt.regions import devices
 
 CPU = torch.device("cpu")
 
@@ -78,7 +79,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(Place, "of", staticmethod(of))
     monkeypatch.setattr(links, "_transfer", transfer)
-    monkeypatch.setattr(links, "_device", lambda stream: nullcontext())
+    monkeypatch.setattr(devices, "_device", lambda stream: nullcontext())
     monkeypatch.setattr(links, "_record", lambda tensor, stream: None)
     return events
 
@@ -86,8 +87,8 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_stages_on_one_device_and_stream_are_linked_all_the_same(
     events: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = Place.of(CPU)
-    monkeypatch.setattr(Place, "of", staticmethod(lambda device: one))
+    place = Place.of(CPU)
+    monkeypatch.setattr(Place, "of", staticmethod(lambda device: place))
     two_stages(events, chunks=1, checkpointed=1).backward()
     assert events == [
         "forward 0",  # the input is here already

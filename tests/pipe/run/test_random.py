@@ -27,8 +27,8 @@ class Case:
     has_dropout: bool
 
     def pipe(self, checkpoint: Any) -> torchckpt.Pipe:
-        own = copy.deepcopy(self.module)
-        return torchckpt.Pipe(own, self.balance, chunks=self.chunks, checkpoint=checkpoint, lookahead=self.lookahead)
+        module = copy.deepcopy(self.module)
+        return torchckpt.Pipe(module, self.balance, chunks=self.chunks, checkpoint=checkpoint, lookahead=self.lookahead)
 
     @property
     def shares_across_stages(self) -> bool:
@@ -60,7 +60,7 @@ KINDS = ["linear", "wide", "norm", "batch", "act", "drop", "shared", "shared", "
 
 def layers(draw: random.Random, width: int, has_dropout: bool) -> list[nn.Module]:
     """Some layers that keep ``width``. Every skip that is stashed is popped."""
-    shared, skips, found = nn.Linear(width, width), list[str](), list[nn.Module]()
+    shared, skips, modules = nn.Linear(width, width), list[str](), list[nn.Module]()
     make: dict[str, Any] = {
         "linear": lambda: nn.Linear(width, width),
         "wide": lambda: nn.Sequential(nn.Linear(width, 2 * width + 1), nn.GELU(), nn.Linear(2 * width + 1, width)),
@@ -79,8 +79,8 @@ def layers(draw: random.Random, width: int, has_dropout: bool) -> list[nn.Module
         if kind == "stash":
             skips.append(f"skip {number}")
         if kind != "pop" or skips:
-            found.append(make[kind]())
-    return found + [Pop(name) for name in reversed(skips)]
+            modules.append(make[kind]())
+    return modules + [Pop(name) for name in reversed(skips)]
 
 
 def case(seed: int) -> Case:
@@ -126,26 +126,26 @@ def assert_equal(ours: list[Tensor], expected: list[Tensor], is_same: Any = torc
 
 @pytest.mark.parametrize("seed", range(200))
 def test_a_random_sequential(seed: int) -> None:
-    one = case(seed)
-    always, *others = [forward_and_backward(one.pipe(mode), one.x, seed) for mode in MODES]
+    drawn = case(seed)
+    always, *others = [forward_and_backward(drawn.pipe(mode), drawn.x, seed) for mode in MODES]
     for other in others:
         assert_equal(other, always)
-    rows = len(one.x)
+    rows = len(drawn.x)
     target = torch.randn(rows, 2)
-    ahead, *others = [stepped(one.pipe(mode), one.x, target, seed) for mode in MODES]
+    ahead, *others = [stepped(drawn.pipe(mode), drawn.x, target, seed) for mode in MODES]
     for other in others:
         assert_equal(other, ahead)
-    if one.has_dropout:
+    if drawn.has_dropout:
         return
-    is_same = is_close if one.shares_across_stages else torch.equal
-    plain = copy.deepcopy(one.module)
-    outputs = [plain(part) for part in one.x.tensor_split(one.chunks)]
-    grads = torch.linspace(-1, 1, 2 * rows).view(rows, 2).tensor_split(one.chunks)
+    is_same = is_close if drawn.shares_across_stages else torch.equal
+    plain = copy.deepcopy(drawn.module)
+    outputs = [plain(part) for part in drawn.x.tensor_split(drawn.chunks)]
+    grads = torch.linspace(-1, 1, 2 * rows).view(rows, 2).tensor_split(drawn.chunks)
     torch.autograd.backward(outputs, grads)  # in one graph, whose last micro-batch goes back first
     assert_equal(always, result(plain, torch.cat(outputs)), is_same)
-    plain, losses = copy.deepcopy(one.module), []
-    for part, own in zip(one.x.tensor_split(one.chunks), target.tensor_split(one.chunks)):
-        loss = mse_loss(plain(part), own) * (len(part) / rows)
+    plain, losses = copy.deepcopy(drawn.module), []
+    for part, target_part in zip(drawn.x.tensor_split(drawn.chunks), target.tensor_split(drawn.chunks)):
+        loss = mse_loss(plain(part), target_part) * (len(part) / rows)
         loss.backward()
         losses.append(loss.detach())
     assert_equal(ahead, result(plain, torch.stack(losses).sum()), is_same)
@@ -153,10 +153,10 @@ def test_a_random_sequential(seed: int) -> None:
 
 def test_the_cases_are_what_they_are_meant_to_be() -> None:
     cases = [case(seed) for seed in range(200)]
-    exact = [one for one in cases if not one.has_dropout and not one.shares_across_stages]
-    layers = [{type(layer).__name__ for layer in one.module} for one in exact]
+    exact = [drawn for drawn in cases if not drawn.has_dropout and not drawn.shares_across_stages]
+    layers = [{type(layer).__name__ for layer in drawn.module} for drawn in exact]
     assert len(exact) > 60
-    assert len([one for one in cases if one.shares_across_stages]) > 5
-    assert len([one for one in exact if len(set(one.module)) < len(one.module)]) > 5  # a layer twice in a stage
+    assert len([drawn for drawn in cases if drawn.shares_across_stages]) > 5
+    assert len([drawn for drawn in exact if len(set(drawn.module)) < len(drawn.module)]) > 5  # a layer twice in a stage
     for kind in ("Keep", "Pop", "Embedding", "BatchNorm1d", "LayerNorm", "Conv", "Sequential"):
         assert len([names for names in layers if kind in names]) > 10, kind

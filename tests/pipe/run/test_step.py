@@ -21,7 +21,7 @@ from tests.settings import without_collector
 from torchckpt.errors import ArgumentError
 from torchckpt.pipe import NoChunk
 from torchckpt.pipe.batchnorm import Statistics
-from torchckpt.pipe.run.step import launch_order, schedule_for
+from torchckpt.pipe.run.step import one_ahead
 from torchckpt.planning import Kind
 
 
@@ -42,8 +42,8 @@ def by_micro_batch(
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Loss and gradients of the plain module, each micro-batch forward and backward, first to last."""
     rows, losses = x.size(dim), []
-    for part, own in zip(x.tensor_split(min(chunks, rows), dim), target.tensor_split(min(chunks, rows), dim)):
-        loss = loss_fn(module(part), own) * (part.size(dim) / rows if reduce == "mean" else 1.0)
+    for part, target_part in zip(x.tensor_split(min(chunks, rows), dim), target.tensor_split(min(chunks, rows), dim)):
+        loss = loss_fn(module(part), target_part) * (part.size(dim) / rows if reduce == "mean" else 1.0)
         loss.backward()
         losses.append(loss.detach())
     return torch.stack(losses).sum(), gradients(module)
@@ -122,13 +122,13 @@ class Head(nn.Module):
 def test_pytrees_keyword_arguments_and_what_is_not_split(checkpoint: Any) -> None:
     module = nn.Sequential(Tree(first=True), Tree(), Tree(), Head())
     x, ids, table, target = torch.randn(5, 4), torch.arange(5), torch.randn(7, 4), torch.randn(5, 4)
-    parts = [{"x": part, "ids": own} for part, own in zip(x.tensor_split(2), ids.tensor_split(2))]
+    parts = [{"x": part, "ids": target_part} for part, target_part in zip(x.tensor_split(2), ids.tensor_split(2))]
     losses = []
-    for part, own, weight in zip(parts, target.tensor_split(2), (3 / 5, 2 / 5)):
+    for part, target_part, weight in zip(parts, target.tensor_split(2), (3 / 5, 2 / 5)):
         output: Any = module[0](part, scale=2.0, table=table)
         for layer in module[1:]:  # type: ignore[union-attr]
             output = layer(output)
-        loss = mse_loss(output, own) * weight
+        loss = mse_loss(output, target_part) * weight
         loss.backward()
         losses.append(loss.detach())
     expected = torch.stack(losses).sum(), [grad.clone() for grad in gradients(module) if grad is not None]
@@ -283,7 +283,7 @@ def test_if_the_update_of_statistics_fails_so_does_the_step(monkeypatch: pytest.
 
 def picture(p: int, m: int, recomputes: bool = True) -> list[str]:
     """What each stage does, in order."""
-    order = launch_order(schedule_for(p, m, recomputes))
+    order = one_ahead(p, m, recomputes).launched
     return [" ".join(f"{kind.value}{i}" for stage, kind, i in order if stage == j) for j in range(p)]
 
 
@@ -299,10 +299,8 @@ def test_the_order_is_1f1b_recomputed_one_ahead_but_on_the_last_stage() -> None:
 @pytest.mark.parametrize("p", [1, 2, 4, 7])
 @pytest.mark.parametrize("m", [1, 3, 5, 12])
 def test_recomputes_change_the_order_of_nothing_else(p: int, m: int) -> None:
-    with_recomputes = launch_order(schedule_for(p, m, recomputes=True))
-    assert [action for action in with_recomputes if action.kind is not Kind.RECOMPUTE] == launch_order(
-        schedule_for(p, m, recomputes=False)
-    )
+    with_recomputes, without = (one_ahead(p, m, recomputes).launched for recomputes in (True, False))
+    assert [action for action in with_recomputes if action.kind is not Kind.RECOMPUTE] == without
 
 
 def test_with_fewer_micro_batches_than_stages_it_is_gpipe() -> None:
@@ -429,7 +427,7 @@ def test_steps_leave_no_object_behind(checkpoint: Any) -> None:
         counts = []
         for _ in range(6):
             pipe.step(x, target, loss_fn=mse_loss)
-            counts.append(sum(type(found) is Tensor for found in gc.get_objects()))
+            counts.append(sum(type(value) is Tensor for value in gc.get_objects()))
         assert counts[2:] == counts[2:3] * 4
 
 
@@ -440,12 +438,12 @@ def test_the_timeline_is_the_schedule_as_it_was_measured() -> None:
     pipe = torchckpt.Pipe(layers(), [4, 3, 2], chunks=4)
     pipe.step(torch.randn(4, 6), torch.randn(4, 3), loss_fn=mse_loss)
     timeline = pipe.timeline()
-    assert timeline.schedule == schedule_for(3, 4, recomputes=True)
+    assert timeline.schedule == one_ahead(3, 4, True).schedule
     for rank, order in enumerate(timeline.schedule.ranks):
-        own = [event for event in timeline.events if event.rank == rank]
-        assert [event.action for event in own] == list(order)
-        assert all(event.start_seconds <= event.end_seconds for event in own)
-        assert all(a.end_seconds <= b.start_seconds for a, b in itertools.pairwise(own))
+        events = [event for event in timeline.events if event.rank == rank]
+        assert [event.action for event in events] == list(order)
+        assert all(event.start_seconds <= event.end_seconds for event in events)
+        assert all(a.end_seconds <= b.start_seconds for a, b in itertools.pairwise(events))
 
 
 def test_without_a_step_there_is_no_timeline() -> None:
@@ -463,7 +461,7 @@ def test_the_profiler_sees_every_action() -> None:
         pipe.step(torch.randn(4, 6), torch.randn(4, 3), loss_fn=mse_loss)
     seen = {event.name for event in profile.events() if event.name.startswith("torchckpt::")}
     words = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.RECOMPUTE: "recompute"}
-    actions = [action for order in schedule_for(2, 2, recomputes=True).ranks for action in order]
+    actions = [action for order in one_ahead(2, 2, True).schedule.ranks for action in order]
     assert seen == {f"torchckpt::{words[kind]}[stage={stage},mb={i}]" for stage, kind, i in actions}
 
 

@@ -110,7 +110,7 @@ def test_gradient_arrivals_are_ticks_above_their_rows() -> None:
     timeline = step(2, 2, 0.25)
     picture = Picture(svg(timeline))
     arrived = [message.arrived_seconds for message in timeline.messages if message.to_stage == 0]
-    assert [x for x, _ in picture.corners("arrival")] == [x_of(at, timeline.step_seconds) for at in arrived]
+    assert [x for x, _ in picture.corners("arrival")] == [x_of(seconds, timeline.step_seconds) for seconds in arrived]
     assert all(y < rows(picture)[0][0].y for _, y in picture.corners("arrival"))
 
 
@@ -137,8 +137,9 @@ def test_lines_at_moments_have_names_that_nothing_crosses(moments: dict[str, flo
     picture = Picture(svg(timeline, timeline, lines=[moments, {}]))
     lines = picture.of("line", "moment")
     longest = max(timeline.step_seconds, *moments.values())
-    assert sorted(float(line["x1"]) for line in lines) == [x_of(at, longest) for at in sorted(moments.values())]
-    names = [word for word in picture.words if word.text in {f"{name} {at:g}" for name, at in moments.items()}]
+    assert sorted(float(line["x1"]) for line in lines) == [x_of(moment, longest) for moment in sorted(moments.values())]
+    expected = {f"{name} {moment:g}" for name, moment in moments.items()}
+    names = [word for word in picture.words if word.text in expected]
     assert len(names) == len(lines) == 2
     for left, top, right, bottom in map(extent, names):
         for line in lines:

@@ -41,7 +41,7 @@ def test_no_two_slices_of_a_row_overlap(timeline: Timeline) -> None:
     assert len(rows) > len(timeline.schedule.placement)
     for row in rows.values():
         row.sort()
-        assert all(one[1] <= other[0] for one, other in pairwise(row))
+        assert all(end <= start for (_, end), (start, _) in pairwise(row))
 
 
 @pytest.mark.parametrize("timeline", STEPS.values(), ids=STEPS)
@@ -92,8 +92,8 @@ def test_messages_that_take_no_time_have_no_slice() -> None:
 
 
 def test_several_steps_stand_one_under_the_other() -> None:
-    found = entries(step(2, 2), step(2, 2, 0.25), names=("before", "after"))
-    processes = [(e["pid"], e["args"]["name"]) for e in found if e["name"] == "process_name"]
+    listed = entries(step(2, 2), step(2, 2, 0.25), names=("before", "after"))
+    processes = [(e["pid"], e["args"]["name"]) for e in listed if e["name"] == "process_name"]
     assert processes == [(0, "before: rank 0"), (1, "before: rank 1"), (2, "after: rank 0"), (3, "after: rank 1")]
 
 

@@ -44,8 +44,8 @@ def test_one_column_and_no_rows() -> None:
 
 def test_rows_are_stages_where_each_rank_has_one() -> None:
     action = Action(1, Kind.FORWARD, 3)
-    one, several = step(2, 2).schedule, several_stages_a_rank()["zbv"].schedule
-    assert (row_name(one, 1), label(one, action)) == ("stage 1", "F3")
+    single, several = step(2, 2).schedule, several_stages_a_rank()["zbv"].schedule
+    assert (row_name(single, 1), label(single, action)) == ("stage 1", "F3")
     assert (row_name(several, 1), label(several, action)) == ("rank 1", "1F3")
 
 

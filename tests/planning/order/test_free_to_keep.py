@@ -47,8 +47,8 @@ def of(*schedules):
 def visits_of(schedule, rank):
     return [
         (stage, i)
-        for stage, there in enumerate(schedule.placement)
-        if there == rank
+        for stage, home in enumerate(schedule.placement)
+        if home == rank
         for i in range(schedule.micro_batches)
     ]
 
@@ -153,4 +153,4 @@ def test_no_other_choice_keeps_more(schedule):
         visits, most = visits_of(schedule, rank), peak(order, ())
         if len(visits) <= 10:
             more = len(free & set(visits)) + 1
-            assert not any(peak(order, set(one)) <= most for one in combinations(visits, more)), rank
+            assert not any(peak(order, set(chosen)) <= most for chosen in combinations(visits, more)), rank

@@ -35,10 +35,10 @@ def test_all_faults_at_once():
 
 def test_a_deadlock_is_found_across_ranks_only():
     schedule = one_f_one_b(2, 2)
-    deadlock = replace(schedule, ranks=(schedule.ranks[0], tuple(schedule.ranks[1][at] for at in (2, 0, 3, 1))))
+    deadlock = replace(schedule, ranks=(schedule.ranks[0], tuple(schedule.ranks[1][place] for place in (2, 0, 3, 1))))
     check_order(deadlock)
     check_schedule(deadlock)  # the micro-batches of one rank may go in any order ...
-    waits = replace(deadlock, ranks=(tuple(schedule.ranks[0][at] for at in (0, 2, 1, 3)), deadlock.ranks[1]))
+    waits = replace(deadlock, ranks=(tuple(schedule.ranks[0][place] for place in (0, 2, 1, 3)), deadlock.ranks[1]))
     check_order(waits)
     with pytest.raises(ArgumentError, match=r"0B0 waits for 1B0 of rank 1, which stands at 1F1\n.*1B0 earlier"):
         check_schedule(waits)  # ... unless the other rank waits for the one that goes last
@@ -46,4 +46,4 @@ def test_a_deadlock_is_found_across_ranks_only():
 
 def test_the_place_can_be_told_in_other_words():
     with pytest.raises(ArgumentError, match="here: 0B0 stands before its forward"):
-        check_order(replace(gpipe(1, 1), ranks=((B, F),)), where=lambda found: "here")
+        check_order(replace(gpipe(1, 1), ranks=((B, F),)), where=lambda fault: "here")

@@ -190,7 +190,7 @@ def test_copies_take_no_room_for_other_names(plan):
 def test_its_step_is_counted_again(plan):
     counted = recount(plan.step)
     assert plan.step_seconds == pytest.approx(counted.step_seconds)
-    assert list(plan.host_peak_bytes) == counted.host_bytes
+    assert list(plan.step.host_peak_bytes) == counted.host_bytes
 
 
 def test_more_than_its_budget_is_its_budget():

@@ -4,7 +4,7 @@ A state is which operations have run, and which storages are alive. Dropping cos
 as much left alive as fits: of the sets that could be dropped for it, only those are tried of which no storage could
 stay. Seconds of first runs are the same in every schedule; Dijkstra's algorithm counts those of repeats.
 
-Two ways to narrow it down to what a solver is limited to: the order, and how often an operation may be repeated.
+It can be narrowed down to the orders that a solver is limited to.
 """
 from __future__ import annotations
 
@@ -21,16 +21,14 @@ class State(NamedTuple):
     done: frozenset[int] = frozenset()
     alive: frozenset[int] = frozenset()
     copied: frozenset[int] = frozenset()
-    repeated: tuple[int, ...] = ()
     position: int = -1
 
 
 class Search:
-    def __init__(self, flow: Dataflow, budget_bytes: int, ordered: bool, most_repeats: int | None) -> None:
-        self.flow, self.budget_bytes = flow, budget_bytes
-        self.ordered, self.most_repeats = ordered, most_repeats
+    def __init__(self, flow: Dataflow, budget_bytes: int, ordered: bool) -> None:
+        self.flow, self.budget_bytes, self.ordered = flow, budget_bytes, ordered
         self.forward = frozenset(range(flow.forward))
-        self.held = flow.forward_results - flow.results
+        self.staying = flow.forward_results - flow.results
         self.of_use: dict[frozenset[int], frozenset[int]] = {}
 
     def run(self) -> tuple[float, list[int]] | None:
@@ -71,13 +69,11 @@ class Search:
     def may_repeat(self, state: State, index: int) -> bool:
         if self.ordered and (index <= state.position or self.copies(state, index)):
             return False
-        if self.most_repeats is not None and state.repeated.count(index) >= self.most_repeats:
-            return False
         return self.flow.operations[index].repeatable
 
     def copies(self, state: State, index: int) -> bool:
         """Whether a repeat of ``index`` would write a result of the forward a second time before the forward ends."""
-        return not self.forward <= state.done and bool(self.held & set(self.flow.operations[index].repeat.writes))
+        return not self.forward <= state.done and bool(self.staying & set(self.flow.operations[index].repeat.writes))
 
     def pinned(self, state: State) -> frozenset[int]:
         """What must stay alive: results; those of the forward, while it runs, unless another copy is newer."""
@@ -108,31 +104,28 @@ class Search:
     def after(self, state: State, alive: frozenset[int], index: int, runs: Operation, again: bool) -> State:
         done, copied = state.done | {index}, state.copied
         if again:
-            copied |= self.pinned(state) & self.held & set(runs.writes)
+            copied |= self.pinned(state) & self.staying & set(runs.writes)
         if self.forward <= done:
             copied = frozenset()
-        repeated = state.repeated
-        if again and self.most_repeats is not None:
-            repeated = tuple(sorted((*repeated, index)))
         position = index if self.ordered and again else -1
-        after = State(done, alive, copied, repeated, position)
+        after = State(done, alive, copied, position)
         return after._replace(alive=alive & (self.useful(done) | self.pinned(after)))
 
     def useful(self, done: frozenset[int]) -> frozenset[int]:
         """What an operation reads that has still to run, or a repeat for it."""
         if done not in self.of_use:
             operations = self.flow.operations
-            found: set[int] = set()
+            useful: set[int] = set()
             wanted = [storage for index in range(len(operations)) if index not in done
                       for storage in operations[index].reads]
             while wanted:
                 storage = wanted.pop()
-                if storage not in found:
-                    found.add(storage)
+                if storage not in useful:
+                    useful.add(storage)
                     for index in done:
                         if operations[index].repeatable and storage in operations[index].repeat.writes:
                             wanted.extend(operations[index].repeat.reads)
-            self.of_use[done] = frozenset(found)
+            self.of_use[done] = frozenset(useful)
         return self.of_use[done]
 
 
@@ -144,14 +137,11 @@ def unwound(path) -> list[int]:
     return schedule[::-1]
 
 
-def fastest(
-    flow: Dataflow, budget_bytes: int, *, ordered: bool = False, most_repeats: int | None = None
-) -> tuple[float, list[int]] | None:
+def fastest(flow: Dataflow, budget_bytes: int, *, ordered: bool = False) -> tuple[float, list[int]] | None:
     """The seconds of the fastest schedule within the budget, and one that takes them; none if none fits.
 
     Args:
         ordered: first runs in the order of the dataflow, repeats between two of them in ascending order; and no repeat
             of an operation in the forward, if it writes results of the forward.
-        most_repeats: of one operation.
     """
-    return Search(flow, budget_bytes, ordered, most_repeats).run()
+    return Search(flow, budget_bytes, ordered).run()

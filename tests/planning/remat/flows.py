@@ -291,7 +291,7 @@ def random_dag(operations: int, seed: int = 0) -> Dataflow:
     """No structure at all: any sizes, costs, fan-in; some cannot be repeated, some write twice, some need room."""
     rng = random.Random(seed)
     sizes = [rng.randint(1, 9)]
-    made: list[Operation] = []
+    drawn: list[Operation] = []
     open_storages: list[int] = []
     for index in range(operations):
         known = range(1, len(sizes))
@@ -302,11 +302,11 @@ def random_dag(operations: int, seed: int = 0) -> Dataflow:
         writes = tuple(range(len(sizes), len(sizes) + count))
         sizes += [rng.randint(1, 9) for _ in writes]
         open_storages = [storage for storage in open_storages if storage not in reads] + list(writes)
-        made.append(Operation(
+        drawn.append(Operation(
             f"op{index}", tuple(sorted(reads)), writes, rng.choice((0.1, 0.2, 1.0, 2.0, 5.0)),
             workspace_bytes=rng.choice((0, 0, 0, 3)), repeatable=rng.random() < 0.9,
         ))
-    return Dataflow(tuple(made), tuple(sizes), operations // 2, frozenset({0}), frozenset(open_storages))
+    return Dataflow(tuple(drawn), tuple(sizes), operations // 2, frozenset({0}), frozenset(open_storages))
 
 
 def budget_of(flow: Dataflow, share: float) -> int:

@@ -52,9 +52,9 @@ class Draft:
         other = None
         if again is not None:
             other = Operation(f"{name} again", *map(once, again), float(self.random.randint(1, 3)))
-        made = Operation(name, once(reads), once(writes), seconds, 0, workspace, repeatable, other)
-        self.operations.append(made)
-        return made
+        operation = Operation(name, once(reads), once(writes), seconds, 0, workspace, repeatable, other)
+        self.operations.append(operation)
+        return operation
 
     def draw_forward(self) -> int:
         """A value of one operation, of the last one most often, and of a skip and a parameter now and then."""
@@ -65,21 +65,21 @@ class Draft:
         value, kind = self.storage(), random.choice(KINDS)
         if kind == "dropout":
             mask = self.storage(3)
-            made = self.add(kind, reads, [value, mask], ([*reads, mask], [value]))
+            operation = self.add(kind, reads, [value, mask], ([*reads, mask], [value]))
             self.extras[len(self.operations) - 1] = [mask]
         elif kind == "norm":
             statistics, buffer = self.storage(2), self.storage(4)
             self.forward_results.add(buffer)
             again = (reads, [value, statistics]) if random.random() < 0.7 else None
-            made = self.add(kind, reads, [value, statistics, buffer], again)
+            operation = self.add(kind, reads, [value, statistics, buffer], again)
             self.extras[len(self.operations) - 1] = [statistics]
         elif kind == "plain" and random.random() < 0.3:
             extra = self.storage()
-            made = self.add("pair", reads, [value, extra])
+            operation = self.add("pair", reads, [value, extra])
             self.extras[len(self.operations) - 1] = [extra]
         else:
-            made = self.add(kind, reads, [value], repeatable=kind != "once")
-        return made.writes[0]
+            operation = self.add(kind, reads, [value], repeatable=kind != "once")
+        return operation.writes[0]
 
     def draw_loss(self) -> None:
         """Of everything that nothing has read yet, but what is an output itself."""
@@ -113,14 +113,14 @@ class Draft:
         if inputs:
             writes = [self.storage(self.most_gradient_bytes) for _ in inputs]
             self.add("adjoint", [gradient, *needs], writes, repeatable=self.random.random() < 0.9)
-            for value, own in zip(inputs, writes):
-                self.gradients[value] = self.accumulate(self.gradients.get(value), own)
+            for value, part in zip(inputs, writes):
+                self.gradients[value] = self.accumulate(self.gradients.get(value), part)
 
-    def accumulate(self, gradient: int | None, own: int) -> int:
+    def accumulate(self, gradient: int | None, part: int) -> int:
         if gradient is None:
-            return own
+            return part
         total = self.storage(self.most_gradient_bytes)
-        self.add("sum", [gradient, own], [total])
+        self.add("sum", [gradient, part], [total])
         return total
 
 

@@ -111,7 +111,7 @@ def test_what_is_no_budget(budget, received):
     [(0.4, "40%"), (0.29, "29%"), (np.float32(0.25), "25%"), (0.999, "99.9%"), (Fraction(1, 2), "50%")],
 )
 def test_a_number_below_one_may_have_been_meant_as_a_share(budget, percent):
-    for refuse in (check_budget, lambda one: bytes_per_rank(one, 2, 100.0)):
+    for refuse in (check_budget, lambda share: bytes_per_rank(share, 2, 100.0)):
         with pytest.raises(ArgumentError) as caught:
             refuse(budget)
         received = f"budget={budget!r} (less than a byte; a share is text)"

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import doctest
 import random
 from itertools import pairwise
 
@@ -8,7 +7,6 @@ import pytest
 
 from tests.planning.remat.flows import chain
 from tests.planning.remat.test_plan_svg import REPEATING, every, uneven
-from torchckpt.planning.remat import curve
 from torchckpt.planning.remat.curve import (
     Label,
     Run,
@@ -25,12 +23,12 @@ from torchckpt.planning.remat.flow.memory import simulate
 
 
 def test_runs_follow_one_another_and_a_repeat_takes_its_own_time() -> None:
-    found = runs(uneven(), REPEATING)
-    assert [(run.operation, run.start_seconds, run.end_seconds) for run in found] == [
+    steps = runs(uneven(), REPEATING)
+    assert [(run.operation, run.start_seconds, run.end_seconds) for run in steps] == [
         (0, 0, 1), (1, 1, 3), (2, 3, 4), (1, 4, 5), (3, 5, 7), (4, 7, 10), (5, 10, 11)
     ]
-    assert "".join(run.kind for run in found) == "FFFRBBB"
-    assert tuple(run.bytes for run in found) == simulate(uneven(), REPEATING).bytes_during
+    assert "".join(run.kind for run in steps) == "FFFRBBB"
+    assert tuple(run.bytes for run in steps) == simulate(uneven(), REPEATING).bytes_during
 
 
 def test_short_runs_are_together_until_they_are_long_enough_and_long_ones_alone() -> None:
@@ -66,16 +64,10 @@ def test_repeats_of_one_name_are_one_span() -> None:
 
 
 def test_neighbours_share_a_name() -> None:
-    found = joined([Span("l.3", 0, 1, 1), Span("l.4", 1, 2, 1), Span("l.5", 2, 4, 2), Span("m", 5, 6, 1)])
-    assert found == [Span("l.3 - 5", 0, 4, 4), Span("m", 5, 6, 1)]
+    spans = joined([Span("l.3", 0, 1, 1), Span("l.4", 1, 2, 1), Span("l.5", 2, 4, 2), Span("m", 5, 6, 1)])
+    assert spans == [Span("l.3 - 5", 0, 4, 4), Span("m", 5, 6, 1)]
     assert joined([Span("l.3", 0, 1, 1), Span("l", 1, 2, 1)]) == [Span("l.3", 0, 2, 2)]
     assert joined([]) == []
-
-
-def test_examples() -> None:
-    result = doctest.testmod(curve)
-    assert result.attempted > 0
-    assert result.failed == 0
 
 
 def test_of_two_that_touch_the_heavier_stays() -> None:
@@ -84,21 +76,21 @@ def test_of_two_that_touch_the_heavier_stays() -> None:
 
 
 def test_labels_move_into_the_frame() -> None:
-    found = beside([Label("a", 1, 10, 1), Label("b", 99, 10, 1)], 0, 100)
-    assert [label.place for label in found] == [5, 95]
+    labels = beside([Label("a", 1, 10, 1), Label("b", 99, 10, 1)], 0, 100)
+    assert [label.place for label in labels] == [5, 95]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_places_keep_their_distance_and_move_as_little_as_they_can(seed: int) -> None:
     rng = random.Random(seed)
     places = sorted(rng.uniform(0, 60) for _ in range(rng.randint(1, 5)))
-    found = spread(places, 10, 100)
-    assert all(one + 10 <= other + 1e-9 for one, other in pairwise(found))
-    moved = sum((one - other) ** 2 for one, other in zip(places, found))
+    lines = spread(places, 10, 100)
+    assert all(line + 10 <= other + 1e-9 for line, other in pairwise(lines))
+    moved = sum((line - other) ** 2 for line, other in zip(places, lines))
     for _ in range(200):  # no other places that keep the distance move less
         tried = sorted(place + rng.uniform(-15, 15) for place in places)
-        if all(one + 10 <= other for one, other in pairwise(tried)):
-            assert sum((one - other) ** 2 for one, other in zip(places, tried)) >= moved - 1e-9
+        if all(line + 10 <= other for line, other in pairwise(tried)):
+            assert sum((line - other) ** 2 for line, other in zip(places, tried)) >= moved - 1e-9
 
 
 def test_no_place_is_beyond_the_end() -> None:

@@ -23,11 +23,11 @@ def picture(**options: object) -> Picture:
 
 def marks(drawn: Picture) -> dict[tuple[str, str, str], list[tuple[float, float]]]:
     """By colour, roundness and turn, the places of the marks; the legend's come last."""
-    found: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
+    places: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
     for mark in (rect.attrib for rect in drawn.root.findall("{*}rect") if "fill" in rect.attrib):
         look = (mark["stroke"], "round" if "rx" in mark else "square", "turned" if "transform" in mark else "level")
-        found.setdefault(look, []).append((float(mark["x"]) + 4, float(mark["y"]) + 4))
-    return found
+        places.setdefault(look, []).append((float(mark["x"]) + 4, float(mark["y"]) + 4))
+    return places
 
 
 def test_points_stand_at_their_memory_and_cost() -> None:

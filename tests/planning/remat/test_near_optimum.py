@@ -27,9 +27,9 @@ def test_tiny_steps_beside_brute_force(seed):
         best = fastest(flow, budget_bytes)
         if best is None or copies_buffers(flow):
             continue
-        found = fit(flow, budget_bytes)
-        assert found.peak_bytes <= budget_bytes
-        assert best[0] <= found.seconds <= allowed * best[0]
+        solution = fit(flow, budget_bytes)
+        assert solution.peak_bytes <= budget_bytes
+        assert best[0] <= solution.seconds <= allowed * best[0]
 
 
 STEPS = {"chain": chain(24), "mlp": mlp(10), "random chain": random_chain(14, 3), "random step": random_step(25, 1)}
@@ -44,6 +44,6 @@ def test_steps_of_dozens_of_operations_beside_what_is_proven(flow):
     """In the planner's order of first runs."""
     pytest.importorskip("ortools")
     budget_bytes = budget_of(flow, 0.75)
-    found = fit(flow, budget_bytes)
-    assert found.peak_bytes <= budget_bytes
-    assert found.seconds <= 1.01 * optimum(flow, budget_bytes, hint=found.schedule).bound_seconds
+    solution = fit(flow, budget_bytes)
+    assert solution.peak_bytes <= budget_bytes
+    assert solution.seconds <= 1.01 * optimum(flow, budget_bytes, hint=solution.schedule).bound_seconds

@@ -109,7 +109,7 @@ def test_json_has_all_of_it(plan):
     assert str(twin) == str(plan)
     stored = json.loads(plan.to_json())
     assert stored["format"] == 1
-    assert [one["again"]["name"] for one in stored["flow"]["operations"] if one["again"]] == ["scale"]
+    assert [operation["again"]["name"] for operation in stored["flow"]["operations"] if operation["again"]] == ["scale"]
 
 
 def test_json_of_random_steps():

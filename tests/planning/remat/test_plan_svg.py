@@ -110,8 +110,8 @@ def test_the_curve_is_that_of_the_simulator() -> None:
     during, most = simulate(uneven(), REPEATING).bytes_during, simulate(uneven(), uneven().eager).peak_bytes
     seconds = [0, *accumulate([1, 2, 1, 1, 2, 3, 1])]
     outline = picture.corners("outline")
-    for at, bytes_ in zip(seconds, during):
-        assert any(x == pytest.approx(LEFT + at / 11 * (END - LEFT), abs=0.01) and y == level(bytes_, most)
+    for moment, bytes_ in zip(seconds, during):
+        assert any(x == pytest.approx(LEFT + moment / 11 * (END - LEFT), abs=0.01) and y == level(bytes_, most)
                    for x, y in outline)
     assert (outline[0], outline[-1]) == ((LEFT, BOTTOM), (END, BOTTOM))
     assert picture.corners("eager")[-1] == (pytest.approx(LEFT + 10 / 11 * (END - LEFT), abs=0.01), BOTTOM)
@@ -119,7 +119,7 @@ def test_the_curve_is_that_of_the_simulator() -> None:
 
 def test_what_is_recomputed_has_its_own_colour_under_the_curve_and_a_box_beneath() -> None:
     picture = drawn("uneven")
-    start, end = (pytest.approx(LEFT + at / 11 * (END - LEFT), abs=0.02) for at in (4, 5))
+    start, end = (pytest.approx(LEFT + moment / 11 * (END - LEFT), abs=0.02) for moment in (4, 5))
     assert repeated(picture) == [(start, end)]
     across = [x for x, _ in picture.corners("R fill")]
     assert (min(across), max(across), picture.colour("R")) == (start, end, "#e69f00")
@@ -130,7 +130,7 @@ def test_the_colours_under_the_curve_take_turns_from_start_to_end(name: str) -> 
     picture = drawn(name)
     shapes = [corners(path["d"]) for kind in "FBR" for path in picture.of("path", f"{kind} fill")]
     parts = sorted((min(x for x, _ in part), max(x for x, _ in part)) for part in shapes)
-    assert all(one[1] == pytest.approx(other[0], abs=0.011) for one, other in pairwise(parts))
+    assert all(end == pytest.approx(start, abs=0.011) for (_, end), (start, _) in pairwise(parts))
     if FLOWS[name][1]:
         assert (parts[0][0], parts[-1][1]) == (LEFT, pytest.approx(picture.corners("outline")[-1][0], abs=0.01))
 

@@ -24,7 +24,7 @@ __all__ = ["POLICIES", "Keep", "Value", "Values", "check_keep", "kept_by", "sche
 
 @dataclass(frozen=True)
 class Value:
-    """One tensor that the forward makes, as it is passed to the function in ``keep=function``.
+    """One tensor that the forward makes. It is passed to the function in ``keep=function``.
 
     Args:
         name: of its node in the traced graph.
@@ -47,7 +47,7 @@ class Value:
 
 
 class Values:
-    """The storages that a forward makes, with their modules, marks and regions."""
+    """The storages that a traced forward makes, with their modules, marks and regions."""
 
     def __init__(self, joint: Joint) -> None:
         self._joint, self.flow = joint, joint.flow
@@ -62,25 +62,24 @@ class Values:
     @cached_property
     def marks(self) -> dict[str, frozenset[int]]:
         """By name of a mark, the storages of the tensors with that mark."""
-        found: dict[str, frozenset[int]] = {}
-        for node in self._joint.storages:
+        marked: dict[str, frozenset[int]] = {}
+        for node, storages in self._joint.storages.items():
             name = mark_of(node)
             if name is not None and node.target is torch.ops.aten.alias.default:
-                found[name] = found.get(name, frozenset()) | (self._joint.storages[node] & frozenset(self.made))
-        return found
+                marked[name] = marked.get(name, frozenset()) | storages.intersection(self.made)
+        return marked
 
     @cached_property
     def modules(self) -> dict[str, frozenset[int]]:
         """By qualified name of a module, the storages that it makes and that operations outside of it read."""
-        found: dict[str, set[int]] = {}
+        leaving: dict[str, set[int]] = {}
         for storage, (writer, readers) in self._uses.items():
             module = self.paths[writer]
             while module:
-                outside = [reader for reader in readers if not _is_inside(self.paths[reader], module)]
-                if outside or not readers:
-                    found.setdefault(module, set()).add(storage)
+                if not readers or any(not f"{self.paths[reader]}.".startswith(f"{module}.") for reader in readers):
+                    leaving.setdefault(module, set()).add(storage)
                 module = module.rpartition(".")[0]
-        return {name: frozenset(storages) for name, storages in found.items()}
+        return {name: frozenset(storages) for name, storages in leaving.items()}
 
     @cached_property
     def depths(self) -> dict[int, int]:
@@ -88,33 +87,33 @@ class Values:
 
         A storage that enters a region is not dropped by that region, only by the regions around it.
         """
-        found = {}
+        depths = {}
         for storage, (writer, readers) in self._uses.items():
             path, others = self.regions[writer], [self.regions[reader] for reader in readers]
             entered = [other for other in others if other != path[: len(other)]]
-            found[storage] = min([len(path), *(_common(path, other) for other in entered)])
-        return found
+            depths[storage] = min([len(path), *(_common(path, other) for other in entered)])
+        return depths
 
     @cached_property
     def homes(self) -> dict[int, Home]:
         """The regions of each storage that two or more nested regions drop."""
-        found = {}
+        homes = {}
         for storage, depth in self.depths.items():
             if depth > 1:
                 writer, readers = self._uses[storage]
                 inside = self.regions[writer][:depth]
                 around = min([depth, *(_common(inside, self.regions[reader]) for reader in readers)])
-                found[storage] = Home(inside, inside[:around])
-        return found
+                homes[storage] = Home(inside, inside[:around])
+        return homes
 
     @cached_property
     def regions(self) -> tuple[Region, ...]:
-        """For each operation, the regions that it is in."""
+        """The regions that each operation is in."""
         return tuple(() if node is None else regions_of(node) for node in self._joint.nodes)
 
     @cached_property
     def paths(self) -> tuple[str, ...]:
-        """For each operation, the qualified name of its module; empty for the root module."""
+        """The qualified name of each operation's module; empty for the root module."""
         return tuple("" if node is None else module_of(node) for node in self._joint.nodes)
 
     def value(self, storage: int) -> Value:
@@ -130,24 +129,20 @@ class Values:
     @cached_property
     def _uses(self) -> dict[int, tuple[int, list[int]]]:
         """By storage that the forward makes: the forward operation that writes it, and those that read it."""
-        found: dict[int, tuple[int, list[int]]] = {}
+        uses: dict[int, tuple[int, list[int]]] = {}
         for index, operation in enumerate(self.flow.operations[: self.flow.forward]):
             for storage in operation.reads:
-                if storage in found:
-                    found[storage][1].append(index)
+                if storage in uses:
+                    uses[storage][1].append(index)
             for storage in operation.writes:
                 if storage in self._tensors:
-                    found[storage] = index, []
-        return found
+                    uses[storage] = index, []
+        return uses
 
     @cached_property
     def _tensors(self) -> frozenset[int]:
         """All storages of tensors: without the tokens that keep operations in order."""
         return frozenset[int]().union(*self._joint.storages.values())
-
-
-def _is_inside(module: str, outer: str) -> bool:
-    return module == outer or module.startswith(f"{outer}.")
 
 
 def _common(path: tuple[str, ...], other: tuple[str, ...]) -> int:
@@ -157,7 +152,8 @@ def _common(path: tuple[str, ...], other: tuple[str, ...]) -> int:
 
 
 Keep: TypeAlias = str | Sequence[str] | Callable[[Value], bool] | None
-"""The name of a policy; names or patterns of modules and marks; or a function of a value that returns a bool."""
+"""What a traced step keeps: the name of a policy; names or patterns of modules and marks; or a function of a value that
+returns a bool."""
 
 
 def check_keep(keep: Keep) -> None:
@@ -210,15 +206,15 @@ def _collection(values: Values) -> frozenset[int]:
 def _speed(values: Values) -> frozenset[int]:
     """Outputs of convolutions and matrix products, which take the most time to recompute."""
     operations, writer = values.flow.operations, values.flow.writer
-    found = frozenset(storage for storage in values.made if operations[writer[storage]].flops)
-    return _some(found, 'keep="speed", but there is no convolution and no product', 'keep="memory"')
+    products = frozenset(storage for storage in values.made if operations[writer[storage]].flops)
+    return _some(products, 'keep="speed", but there is no convolution and no product', 'keep="memory"')
 
 
 def _memory(values: Values) -> frozenset[int]:
     """About the square root of the values that separate inputs from outputs; empty if no value separates them."""
     shared = _shared(values.flow)
-    found = every_sqrt(values.flow, separating_storages(values.flow, shared))
-    return found | shared if found else found
+    separating = every_sqrt(values.flow, separating_storages(values.flow, shared))
+    return separating | shared if separating else separating
 
 
 def _shared(flow: Dataflow) -> frozenset[int]:
@@ -246,19 +242,20 @@ def _marked(values: Values) -> frozenset[int]:
 def _named(names: Sequence[str], values: Values) -> frozenset[int]:
     """The storages for ``names``. Each is matched as a full name, else as a pattern, else as a part of names."""
     known = {**values.modules, **values.marks}
-    found, faults = frozenset[int](), []
+    named, faults = frozenset[int](), []
     for name in names:
         matches = [name] if name in known else fnmatch.filter(known, name) or [key for key in known if name in key]
-        found = found.union(*(known[match] for match in matches))
+        named = named.union(*(known[match] for match in matches))
         if not matches:
             near = get_close_matches(name, known, 3, 0.3) or sorted(known)[:3]
             works = f"keep={near}" if near else 'graph.mark(h, "h") in the model, then keep=["h"]'
             faults.append(Fault("a name in keep is that of no module or mark of the traced call", repr(name), works))
     check(faults)
-    return _some(found, f"keep={list(names)!r}", 'the name of a module that computes something, or keep="memory"')
+    return _some(named, f"keep={list(names)!r}", 'the name of a module that computes something, or keep="memory"')
 
 
-def _some(found: frozenset[int], received: str, works: str) -> frozenset[int]:
-    if not found:
+def _some(storages: frozenset[int], received: str, works: str) -> frozenset[int]:
+    """``storages``, of which there must be any."""
+    if not storages:
         raise_fault(Fault("keep selects no value", received, works))
-    return found
+    return storages

@@ -1,4 +1,4 @@
-"""Choose: turn the user's options (keep, budget, costs) into the schedule of a joint graph, and its plan."""
+"""Planner: turn the user's options (keep, budget, costs) into the schedule of a joint graph, and its plan."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping

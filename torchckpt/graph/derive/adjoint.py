@@ -17,7 +17,7 @@ from torchckpt.errors import ArgumentError, Fault, called, raise_fault
 from torchckpt.graph.choose.keep import Keep
 from torchckpt.graph.choose.planner import GraphPlanner
 from torchckpt.graph.derive.derivative import Derivative
-from torchckpt.graph.private.runtime import storage_of
+from torchckpt.graph.private.runtime import storage_number
 from torchckpt.graph.private.surroundings import without_autocast
 from torchckpt.graph.step.emit import emit_one
 from torchckpt.graph.step.joint import Joint, joint_of
@@ -196,8 +196,6 @@ def _is_plain(structure: pytree.TreeSpec) -> bool:
     return structure.type in (tuple, list, dict) and all(map(_is_plain, structure.children()))
 
 
-
-
 def _renew(graph: fx.Graph) -> None:
     """Give repeated operations new storages in ``meta["val"]``: a recomputed value is not the same storage."""
     known: set[int] = set()
@@ -208,8 +206,8 @@ def _renew(graph: fx.Graph) -> None:
         originals: set[int] = set()
         for source in node.all_input_nodes:
             read.update(copies.get(source, {}))
-            originals.update(map(storage_of, _strided(source.meta.get("val"))))
-        parts = {storage_of(part): part for part in _strided(value)}
+            originals.update(map(storage_number, _strided(source.meta.get("val"))))
+        parts = {storage_number(part): part for part in _strided(value)}
         repeated = known - originals if node.op == "call_function" else set()
         moved = {key: part for key, part in parts.items() if key in read or key in repeated}
         storages = {key: read[key] if key in read else _fresh(part) for key, part in moved.items()}
@@ -231,7 +229,7 @@ def _fresh(like: Any) -> Tensor:
 
 def _moved(storages: dict[int, Tensor], value: Any) -> Any:
     """``value`` as a view of the storage that replaces its own, if there is one."""
-    storage = storages.get(storage_of(value))
+    storage = storages.get(storage_number(value))
     if storage is None:
         return value
     with value.fake_mode:

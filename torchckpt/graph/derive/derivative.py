@@ -44,8 +44,9 @@ class Marks(Tracing):
     def __init__(self, wanted: Set[str] = frozenset()) -> None:
         super().__init__()
         self.wanted = wanted
-        self.found: dict[str, list[Tensor]] = {}
-        self._made_by: list[tuple[str, Tensor, Any]] = []  # name, tensor, and its grad_fn when marked
+        self.tensors: dict[str, list[Tensor]] = {}
+        """By name of a mark, the tensors that it was put on."""
+        self._makers: list[tuple[str, Tensor, Any]] = []  # name, tensor, and its grad_fn when marked
 
     def mark(self, tensor: Tensor, name: str) -> Tensor:
         is_leaf = name in self.wanted and is_real(tensor) and not tensor.requires_grad
@@ -54,19 +55,19 @@ class Marks(Tracing):
             tensor.requires_grad_()
         alias = super().mark(tensor, name)
         noted = alias.requires_grad_() if is_leaf and is_outside else tensor
-        self.found.setdefault(name, []).append(noted)
-        self._made_by.append((name, noted, noted.grad_fn))
+        self.tensors.setdefault(name, []).append(noted)
+        self._makers.append((name, noted, noted.grad_fn))
         return alias
 
     def changed(self) -> list[str]:
         """The wanted marks whose tensors were changed in place after the mark: their gradients would be wrong."""
-        names = [name for name, noted, made_by in self._made_by if noted.grad_fn is not made_by]
+        names = [name for name, noted, maker in self._makers if noted.grad_fn is not maker]
         return [name for name in dict.fromkeys(names) if name in self.wanted]
 
     def forget(self) -> None:
         """Drop the tensors of the last trace."""
-        self.found.clear()
-        self._made_by.clear()
+        self.tensors.clear()
+        self._makers.clear()
         super().forget()
 
 

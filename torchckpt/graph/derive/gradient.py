@@ -66,7 +66,7 @@ def gradient(
     marks = Marks({name for name in wanted if isinstance(name, str)} - set(primal.inputs))
 
     def ask(leaves: list[Any], tensors: dict[str, Tensor], more: Sequence[Tensor]) -> list[Tensor]:
-        known = {name: [tensors[name]] for name in primal.state} | marks.found
+        known = {name: [tensors[name]] for name in primal.state} | marks.tensors
         known |= {name: [tensors[name]] for name in primal.inputs}
         faults = [*_target_faults(leaves, target_index), *_name_faults(wanted, known, list(primal.inputs))]
         check([*faults, *map(_changed, marks.changed())])
@@ -206,7 +206,7 @@ def _without_inputs(checkpoints: Checkpoints, inputs: Sequence[Tensor]) -> Keep:
     if not isinstance(checkpoints, (list, tuple)):
         return checkpoints  # type: ignore[return-value]
     tensors = [entry for entry in checkpoints if isinstance(entry, Tensor)]
-    others = [tensor for tensor in tensors if all(tensor is not given for given in inputs)]
+    others = [tensor for tensor in tensors if all(tensor is not other for other in inputs)]
     if others:
         rule = "checkpoints has tensors of another call, in place of names of marks or modules"
         received = f"{len(others)} tensors that are not inputs"

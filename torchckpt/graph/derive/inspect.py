@@ -78,8 +78,8 @@ def separators(gm: fx.GraphModule) -> list[fx.Node]:
         reads.append([operation for operation, _ in sources])
         for operation, output in sources:
             read[operation] = output if read.get(operation, output) is output else None
-    found = (read.get(operation) for operation in separating_nodes(reads))
-    return [output for output in found if output is not None]
+    separating = (read.get(operation) for operation in separating_nodes(reads))
+    return [output for output in separating if output is not None]
 
 
 def _returned(gm: fx.GraphModule) -> tuple[list[fx.Node], int]:

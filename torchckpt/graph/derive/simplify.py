@@ -33,7 +33,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, called, raise_fault
-from torchckpt.graph.private.runtime import storage_of
+from torchckpt.graph.private.runtime import storage_number
 from torchckpt.tensors import tensors_in
 
 __all__ = ["simplify"]
@@ -80,7 +80,7 @@ def simplify(gm: fx.GraphModule, *, exact: bool = False) -> fx.GraphModule:
     return simplified
 
 
-class _Way(NamedTuple):
+class _Path(NamedTuple):
     """The path from a node up through views of its batch, to ``core``; ``swapped`` is a known transpose of it."""
 
     views: list[fx.Node]  # outermost first
@@ -95,7 +95,7 @@ class _Simplifier:
     def __init__(self, graph: fx.Graph, exact: bool) -> None:
         self.graph, self.exact = graph, exact
         self.mode = _mode_of(graph)
-        self.made: list[fx.Node] = []
+        self.additions: list[fx.Node] = []
 
     def run(self) -> None:
         for turns in (False,) if self.exact else (False, True):
@@ -106,15 +106,15 @@ class _Simplifier:
     def _rewrite(self, node: fx.Node) -> bool:
         if not node.users:
             return False
-        self.made = []
+        self.additions = []
         try:
             new = self._replacement(node)
             values = None if new is None else self._relaid(node, _value(new))
         except (RuntimeError, ValueError):  # an operator refuses the new strides
             new = values = None
         dead = set() if new is None else _dead_without(node, new)
-        if new is None or values is None or _swaps(self.made) > _swaps(dead):
-            for addition in reversed(self.made):
+        if new is None or values is None or _swaps(self.additions) > _swaps(dead):
+            for addition in reversed(self.additions):
                 self.graph.erase_node(addition)
             return False
         node.replace_all_uses_with(new)
@@ -124,7 +124,6 @@ class _Simplifier:
         for gone in sorted(dead, reverse=True):
             self.graph.erase_node(gone)
         return True
-
 
     # the rules --------------------------------------------------------------------------------------------------------
 
@@ -137,15 +136,15 @@ class _Simplifier:
 
     def _without_swap(self, node: fx.Node, before: fx.Node) -> fx.Node | None:
         """``T(node)`` made from existing nodes; None if that would need a new transpose of ``node``."""
-        way = self._way(node, before)
-        if way.swapped is None and not self._may_turn(way):
+        path = self._path(node, before)
+        if path.swapped is None and not self._may_turn(path):
             return None
-        swapped = way.swapped or self._turned(way.core)
-        for view in reversed(way.views):
+        swapped = path.swapped or self._turned(path.core)
+        for view in reversed(path.views):
             swapped = self._view(view, swapped, before)
         return swapped
 
-    def _way(self, node: fx.Node, before: fx.Node) -> _Way:
+    def _path(self, node: fx.Node, before: fx.Node) -> _Path:
         views, alone = [], len(node.users) == 1
         while (swapped := _swap_operand(node) or _earlier_swap(node, before)) is None:
             source = _batch_viewed(node)
@@ -154,19 +153,19 @@ class _Simplifier:
             views.append(node)
             node = source
             alone = alone and len(node.users) == 1
-        return _Way(views, node, swapped, alone)
+        return _Path(views, node, swapped, alone)
 
-    def _may_turn(self, way: _Way) -> bool:
+    def _may_turn(self, path: _Path) -> bool:
         """Whether the core is a product with one reader, and turning it adds at most one transpose."""
-        return self.turns and way.alone and _operands(way.core) is not None and self._taken(way.core) <= 1
+        return self.turns and path.alone and _operands(path.core) is not None and self._taken(path.core) <= 1
 
     def _taken(self, product: fx.Node) -> int:
         """How many transposes the operands of a turned product add; negative where some are cancelled."""
         count = 0
-        for way in [self._way(operand, product) for operand in set(_operands(product) or ())]:
-            if way.swapped is None:
-                count += self._taken(way.core) if self._may_turn(way) else 1
-            elif way.alone and _swap_operand(way.core) is not None:
+        for path in [self._path(operand, product) for operand in set(_operands(product) or ())]:
+            if path.swapped is None:
+                count += self._taken(path.core) if self._may_turn(path) else 1
+            elif path.alone and _swap_operand(path.core) is not None:
                 count -= 1
         return count
 
@@ -195,7 +194,7 @@ class _Simplifier:
     def _call(self, target: Any, args: tuple[Any, ...], like: fx.Node, before: fx.Node, **kwargs: Any) -> fx.Node:
         with self.graph.inserting_before(before):
             node = self.graph.call_function(target, args, kwargs)
-        self.made.append(node)
+        self.additions.append(node)
         node.meta = {key: value for key, value in like.meta.items() if key != "tensor_meta"}
         node.meta["val"] = self._evaluated(node, {})
         return node
@@ -276,14 +275,14 @@ def _earlier_swap(node: fx.Node, before: fx.Node) -> fx.Node | None:
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:
-    """``a`` where ``node`` is a view or an expansion of ``a``."""
+    """The tensor that ``node`` is a view or an expansion of, if it is one."""
     if _name(node) not in _VIEWS or len(node.args) != 2 or not _is_tensor(node.args[0]):
         return None
     return node.args[0]  # type: ignore[return-value]
 
 
 def _batch_viewed(node: fx.Node) -> fx.Node | None:
-    """``a`` where ``node`` is a view of ``a`` that leaves the last two dimensions alone: ``T`` may go before it."""
+    """The tensor that ``node`` views with its last two dimensions as they are: ``T`` may go before the view."""
     source = _viewed(node)
     if source is None or not (_is_tensor(node, 2) and _is_tensor(source, 2)):
         return None
@@ -291,7 +290,7 @@ def _batch_viewed(node: fx.Node) -> fx.Node | None:
 
 
 def _operands(node: fx.Node) -> list[fx.Node] | None:
-    """Where ``node`` is a product of matrices, its addends, then its two factors."""
+    """The addends of ``node``, then its two factors; None if it is no product of matrices."""
     addends = _PRODUCTS.get(_name(node))
     if addends is None:
         return None
@@ -326,14 +325,15 @@ def _layout(value: Tensor) -> tuple[Any, ...]:
 
 
 def _place(value: Tensor) -> tuple[Any, ...]:
-    return _layout(value), storage_of(value)
+    return _layout(value), storage_number(value)
 
 
 def _is_settled(node: fx.Node, result: Any, moved: Mapping[fx.Node, Any]) -> bool:
     """Whether the change ends at ``node``: ``result`` has the old layout, and shares no storage with a moved input."""
-    storages = {storage_of(tensor) for argument in node.all_input_nodes for tensor in tensors_in(moved.get(argument))}
+    read = [tensor for argument in node.all_input_nodes for tensor in tensors_in(moved.get(argument))]
+    storages = set(map(storage_number, read))
     pairs = zip(tensors_in(node.meta["val"]), tensors_in(result))
-    return all(_layout(old) == _layout(new) and storage_of(new) not in storages for old, new in pairs)
+    return all(_layout(old) == _layout(new) and storage_number(new) not in storages for old, new in pairs)
 
 
 def _mode_of(graph: fx.Graph) -> Any:

@@ -16,15 +16,7 @@ from torch.fx.graph import CodeGen
 from torchckpt.graph.private.surroundings import backward_without_autocast, cast_once_in, eager_kernels
 from torchckpt.graph.private.trace import Boxed, Partition, RunBackward, backward_compiler, boxed
 
-__all__ = [
-    "break_of",
-    "by_inductor",
-    "by_operator",
-    "in_one_graph",
-    "outer_frame",
-    "outside_graph",
-    "refreshed",
-]
+__all__ = ["break_of", "by_inductor", "by_operator", "in_one_graph", "outer_frame", "outside_graph", "refreshed"]
 
 @torch.compiler.disable(  # type: ignore[untyped-decorator,no-untyped-call]  # untyped in torch
     reason="a rematerialized module has its own graphs, and runs outside compiled ones; torch.compile the model with "

@@ -14,17 +14,13 @@ __all__ = [
     "BATCH_NORM", "BATCH_NORM_AGAIN", "BATCH_NORM_BACKWARD", "BATCH_NORM_BY_STATISTICS", "FUSED_LSTM", "allocations",
     "argument_of", "branches_of", "has_effect", "hooks_of_all_modules", "is_branching", "is_check", "is_collective",
     "is_flattened", "is_freed", "is_mutable", "is_random", "is_transformed", "lasting", "note_branches", "operating",
-    "parts_of", "storage_of", "without_modes",
+    "parts_of", "storage_number", "without_modes",
 ]
 
 BATCH_NORM: Any = torch.ops.aten._native_batch_norm_legit_functional.default
-
 BATCH_NORM_AGAIN: Any = torch.ops.aten._native_batch_norm_legit.no_stats
-
 BATCH_NORM_BY_STATISTICS: Any = torch.ops.aten._native_batch_norm_legit_no_training.default
-
 BATCH_NORM_BACKWARD: Any = torch.ops.aten.native_batch_norm_backward.default
-
 FUSED_LSTM: Any = torch.ops.aten.mkldnn_rnn_layer.default
 _CHECKS: Any = (
     torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg,
@@ -111,8 +107,8 @@ def is_flattened(module: nn.Module) -> bool:
     return is_managed and any(isinstance(value, Tensor) for value in vars(module).values())
 
 
-def storage_of(tensor: Tensor) -> int:
-    """An identifier of the tensor's storage: equal for views of one tensor. A sparse tensor has its own."""
+def storage_number(tensor: Tensor) -> int:
+    """The number of the tensor's storage: equal for views of one tensor. A sparse tensor has its own."""
     if tensor.layout != torch.strided:
         return id(tensor)
     return int(StorageWeakRef(tensor.untyped_storage()).cdata)  # type: ignore[no-untyped-call]

@@ -5,6 +5,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx
@@ -12,12 +13,7 @@ from torch import Tensor, fx
 from torchckpt.errors import CheckpointError
 
 __all__ = [
-    "as_in_eager",
-    "backward_without_autocast",
-    "cast_once_in",
-    "casting_once",
-    "compiling",
-    "eager_kernels",
+    "as_in_eager", "backward_without_autocast", "cast_once_in", "casting_once", "compiling", "eager_kernels",
     "without_autocast",
 ]
 
@@ -128,18 +124,12 @@ def _is_of_compiled_function(error: Exception) -> bool:
     return not is_control_flow and any(frame.name == "compile_wrapper" for frame in frames)
 
 
-@contextmanager
-def compiling() -> Iterator[None]:
+def compiling() -> AbstractContextManager[Any]:
     """Inside this context, ``torch.compiler.is_compiling()`` is true: code that checks it then reads no values.
 
     No public form: torch/compiler/__init__.py has the flag, which ``torch.export`` sets.
     """
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
+    return patch.object(torch.compiler, "_is_compiling_flag", True)
 
 
 @contextmanager

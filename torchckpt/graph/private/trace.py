@@ -20,22 +20,9 @@ from torchckpt.features import TESTED, Feature, release_of
 from torchckpt.graph.private.surroundings import as_in_eager, without_autocast
 
 __all__ = [
-    "GRADIENTS_STAY",
-    "Boxed",
-    "Differentiable",
-    "Partition",
-    "RunBackward",
-    "backward_compiler",
-    "backward_node",
-    "boxed",
-    "input_place",
-    "is_data_dependent",
-    "mutated_inputs",
-    "output_places",
-    "require",
-    "retainable",
-    "tangent_places",
-    "uncompiled",
+    "GRADIENTS_STAY", "Boxed", "Differentiable", "Partition", "RunBackward", "backward_compiler", "backward_node",
+    "boxed", "input_place", "is_data_dependent", "mutated_inputs", "output_places", "require", "retainable",
+    "tangent_places", "uncompiled",
 ]
 
 BoxedCall = Callable[[list[Any]], Any]

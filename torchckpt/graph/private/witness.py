@@ -84,11 +84,11 @@ class Witness:
 
 def _holders(tensor: Tensor) -> list[Any]:
     """The objects that hold ``tensor``. A tuple that nothing holds is left out: it belongs to a call inside torch."""
-    found = [holder for holder in gc.get_referrers(tensor) if not isinstance(holder, _NO_HOLDERS)]
-    return [holder for holder in found if type(holder) is not tuple or _is_held(holder, found)]
+    holders = [holder for holder in gc.get_referrers(tensor) if not isinstance(holder, _NO_HOLDERS)]
+    return [holder for holder in holders if type(holder) is not tuple or _has_holder(holder, holders)]
 
 
-def _is_held(value: Any, beside: list[Any]) -> bool:
+def _has_holder(value: Any, beside: list[Any]) -> bool:
     holders = gc.get_referrers(value)
     return any(holder is not beside and not isinstance(holder, _NO_HOLDERS) for holder in holders)
 

@@ -23,7 +23,7 @@ from torchckpt.graph.annotations import hide_marks, restore_marks
 from torchckpt.graph.choose.keep import Keep
 from torchckpt.graph.choose.planner import Costs, GraphPlanner
 from torchckpt.graph.private.dynamo import break_of, by_inductor, by_operator, outer_frame, refreshed
-from torchckpt.graph.private.runtime import storage_of
+from torchckpt.graph.private.runtime import storage_number
 from torchckpt.graph.private.trace import require
 from torchckpt.graph.progress import log, stopwatch
 from torchckpt.graph.step.compiled import Fusion, Updates
@@ -156,8 +156,8 @@ class _SameOverlaps:
         """Refuse a view of an input that is a part of a changed one: AOTAutograd makes it of the whole."""
         for changed, place in self._overlaps:
             known = [_layout(inputs[changed]), _layout(inputs[place])]
-            storage = storage_of(inputs[place])
-            views = [output for output in outputs if isinstance(output, Tensor) and storage_of(output) == storage]
+            storage = storage_number(inputs[place])
+            views = [output for output in outputs if isinstance(output, Tensor) and storage_number(output) == storage]
             if known[0] != known[1] and any(_layout(view) not in known for view in views):
                 rule = "the call changes a buffer, and returns a view of an input that is a part of it"
                 received = f"an input of shape {tuple(inputs[place].shape)}, of which a view is returned"
@@ -167,7 +167,8 @@ class _SameOverlaps:
         """The pairs of a changed input and another one that share a storage."""
         if not self._changed:
             return set()
-        storages = {place: storage_of(inputs[place]) for place in self._places if isinstance(inputs[place], Tensor)}
+        tensors = {place: inputs[place] for place in self._places if isinstance(inputs[place], Tensor)}
+        storages = {place: storage_number(tensor) for place, tensor in tensors.items()}
         pairs = ((changed, place) for changed in self._changed for place in storages if place != changed)
         return {(changed, place) for changed, place in pairs if storages[place] == storages[changed]}
 

@@ -23,11 +23,12 @@ from torchckpt.graph.trace.side_effects import restoring_modules
 from torchckpt.planning.remat.flow.dataflow import Operation
 from torchckpt.planning.remat.plan import Plan
 
-__all__ = ["Call", "CompiledCall", "state_of", "tensors_of"]
+__all__ = ["Call", "CompiledCall", "inputs_of", "state_of"]
 
 
 class Call:
-    """A traced call, for one kind of inputs, of ``run``: ``model`` itself, or a module that shares its contents."""
+    """A traced call of a model, for one kind of inputs; what runs is ``run``: ``model`` itself, or a module that shares
+    its contents."""
 
     def __init__(
         self, model: nn.Module, run: nn.Module, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any],
@@ -36,7 +37,7 @@ class Call:
         self._model, self._run, self._names = model, run, names
         leaves, self._structure = pytree.tree_flatten((args, kwargs))
         self._leaves = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # keeps no tensor alive
-        tensors = tensors_of(state_of(model), leaves)
+        tensors = inputs_of(state_of(model), leaves)
         self._places = places_of(tensors[: len(names)], tensors[len(names) :])
         self._firsts = [self._places.index(place) for place in range(max(self._places, default=-1) + 1)]
         paths = (path for path, leaf in argument_names(args, kwargs) if isinstance(leaf, Tensor))
@@ -117,10 +118,12 @@ def _replaced(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers by name."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def tensors_of(state: dict[str, Tensor], leaves: Sequence[Any]) -> list[Tensor]:
+def inputs_of(state: dict[str, Tensor], leaves: Sequence[Any]) -> list[Tensor]:
+    """The tensors that a trace takes: the state, then the tensors among the arguments."""
     return [*state.values(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
 
 

@@ -18,7 +18,7 @@ from torchckpt.graph.choose.planner import GraphPlanner
 from torchckpt.graph.private.runtime import is_transformed
 from torchckpt.graph.progress import log, stopwatch
 from torchckpt.graph.run.backend import Backend
-from torchckpt.graph.run.call import Call, CompiledCall, state_of, tensors_of
+from torchckpt.graph.run.call import Call, CompiledCall, inputs_of, state_of
 from torchckpt.graph.trace.capture import TRACE_LOCK
 from torchckpt.graph.trace.free_variables import FreeVariables
 from torchckpt.graph.trace.guard import changed, guard_of
@@ -104,7 +104,7 @@ class Calls:
         return self.plan
 
     def prepare_example(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> None:
-        """Do as :meth:`prepare` does, for an example; without an example, do nothing."""
+        """Trace and plan a call with the example; without one, do nothing."""
         if args or kwargs:
             with _blaming(self._function, args):
                 self.prepare(args, dict(kwargs or {}))
@@ -142,7 +142,7 @@ class Calls:
     def _known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | object | None:
         """The traced call; ``_NEW`` if it must be traced first; None if the module must run as it is."""
         state = state_of(self.model)
-        tensors = tensors_of(state, pytree.tree_leaves((args, kwargs)))
+        tensors = inputs_of(state, pytree.tree_leaves((args, kwargs)))
         if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
             return None
         try:
@@ -171,7 +171,7 @@ class Calls:
         self._ignored.update(changed(self.model, guard, after))
         self.known[guard.without(self.model, self._ignored)] = call
         warn_of_retraces(self.model, tuple(self.known), args, kwargs)
-        return self._bound(call, tensors_of(state, pytree.tree_leaves((args, kwargs))), args, kwargs)
+        return self._bound(call, inputs_of(state, pytree.tree_leaves((args, kwargs))), args, kwargs)
 
     def _bound(
         self, call: Call | CompiledCall, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]

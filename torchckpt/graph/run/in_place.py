@@ -130,7 +130,7 @@ def rematerialize_(
     rng: Literal["keep", "replay"] = "keep",
     exact: bool = False,
 ) -> RematerializeHandle:
-    """Like :func:`~torchckpt.graph.rematerialize`, but in place: ``module`` itself changes, until the handle's
+    """Do as :func:`~torchckpt.graph.rematerialize`, but in place: ``module`` itself changes, until the handle's
     ``remove()``.
 
     Its ``state_dict`` keys, ``isinstance`` checks, ``repr``, signature and hooks stay the same, and so does its place

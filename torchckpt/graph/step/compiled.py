@@ -9,7 +9,7 @@ value of such a buffer, the forward saves a copy of it before the write.
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -43,12 +43,13 @@ class Fusion:
         self._kept = sorted(self._members)
         operations = [_merged(flow, self._members[index]) for index in self._kept]
         forward = sum(index < flow.forward for index in self._kept)
-        for place, taken in _in_place(joint, self._kept, operations).items():
+        merged = replace(flow, operations=tuple(operations), forward=forward)
+        for place, taken in _in_place(joint, self._kept, merged).items():
             workspace_bytes = operations[place].workspace_bytes - flow.sizes_bytes[taken]
             operations[place] = replace(operations[place], workspace_bytes=workspace_bytes)
         repeats = {place: joint.repeats[index] for place, index in enumerate(self._kept) if index in joint.repeats}
         nodes = tuple(joint.nodes[index] for index in self._kept)
-        flow = replace(flow, operations=tuple(operations), forward=forward)
+        flow = replace(merged, operations=tuple(operations))
         self.joint = replace(joint, flow=flow, nodes=nodes, repeats=repeats)
 
     def expanded(self, schedule: Schedule) -> Schedule:
@@ -60,34 +61,33 @@ def _inlined(joint: Joint) -> dict[int, int]:
     """Maps each operation that is computed where it is read to the operation that reads it."""
     flow, nodes = joint.flow, joint.nodes
     kernels = list(accumulate(not (_is_pointwise(node) or _has(node, torch.Tag.reduction)) for node in nodes))
-    readers = _readers(flow.operations)
     marked = (joint.storages[node] for node in joint.views if mark_of(node) is not None)
     lasting = flow.results.union(flow.forward_results, *marked)  # marked tensors may be kept: they are in memory
-    found = {}
+    readers = {}
     for index, operation in enumerate(flow.operations):
-        read = readers.get(operation.writes[0], []) if len(operation.writes) == 1 else []
+        read = flow.readers.get(operation.writes[0], []) if len(operation.writes) == 1 else []
         near = len(read) == 1 and kernels[read[0]] == kernels[index] and not lasting & set(operation.writes)
         if near and _is_pointwise(nodes[index]) and operation.repeatable and operation.substitute is None:
-            found[index] = read[0]
-    return found
+            readers[index] = read[0]
+    return readers
 
 
-def _in_place(joint: Joint, kept: list[int], operations: list[Operation]) -> dict[int, int]:
-    """Maps each backward operation that a compiler runs in place to the storage that it overwrites.
+def _in_place(joint: Joint, kept: list[int], merged: Dataflow) -> dict[int, int]:
+    """Maps each backward operation of ``merged`` that a compiler runs in place to the storage that it overwrites.
 
     That storage has the same size, its last reader is the operation, and a kernel of this backward has made it.
     """
-    flow, readers = joint.flow, _readers(operations)
+    flow = joint.flow
     backward = [index for index in range(flow.forward, len(joint.nodes)) if joint.nodes[index] is not None]
     written = {storage for index in backward for storage in flow.operations[index].writes} - flow.results
-    found = {}
-    for place, operation in enumerate(operations):
+    overwritten = {}
+    for place, operation in enumerate(merged.operations):
         if kept[place] >= flow.forward and _is_pointwise(joint.nodes[kept[place]]) and len(operation.writes) == 1:
             size, read = flow.sizes_bytes[operation.writes[0]], written.intersection(operation.reads)
-            alike = [s for s in sorted(read) if flow.sizes_bytes[s] == size and readers[s][-1] == place]
+            alike = [s for s in sorted(read) if flow.sizes_bytes[s] == size and merged.readers[s][-1] == place]
             if alike:
-                found[place] = alike[0]
-    return found
+                overwritten[place] = alike[0]
+    return overwritten
 
 
 def _merged(flow: Dataflow, members: list[int]) -> Operation:
@@ -109,15 +109,6 @@ def _merged(flow: Dataflow, members: list[int]) -> Operation:
 
 def _bytes(flow: Dataflow, storages: Iterable[int]) -> int:
     return sum(flow.sizes_bytes[storage] for storage in storages)
-
-
-def _readers(operations: Sequence[Operation]) -> dict[int, list[int]]:
-    """By storage, the places of the operations that read it, in order."""
-    readers: dict[int, list[int]] = {}
-    for place, operation in enumerate(operations):
-        for storage in operation.reads:
-            readers.setdefault(storage, []).append(place)
-    return readers
 
 
 def _is_pointwise(node: fx.Node | None) -> bool:

@@ -21,14 +21,14 @@ from torchckpt.graph.private.runtime import (
     is_collective,
     is_mutable,
     parts_of,
-    storage_of,
+    storage_number,
     without_modes,
 )
 from torchckpt.graph.private.surroundings import without_autocast
 from torchckpt.graph.step.repeat import generator_state, replayed
 from torchckpt.tensors import flop_formula, tensors_in
 
-__all__ = ["Cost", "CostOf", "Costs", "Measure", "Measured", "cost_of", "flops_of", "given", "roofline"]
+__all__ = ["Cost", "CostOf", "Costs", "Measure", "Measured", "cost_of", "flops_of", "roofline", "with_seconds"]
 
 
 class Cost(NamedTuple):
@@ -58,7 +58,7 @@ def cost_of(node: fx.Node, measure: Measure, costs: Costs = "roofline") -> Cost:
     if costs == "profile":
         seconds, flops = run.seconds, flops_of(node)
     else:
-        seconds, flops, *_ = roofline(node) if isinstance(costs, str) else given(node, costs)
+        seconds, flops, *_ = roofline(node) if isinstance(costs, str) else with_seconds(node, costs)
     return Cost(seconds, flops, run.workspace_bytes, run.made_bytes, run.draws)
 
 
@@ -73,7 +73,7 @@ def roofline(node: fx.Node) -> Cost:
     return Cost(seconds, flops)
 
 
-def given(node: fx.Node, seconds: Mapping[str, float]) -> Cost:
+def with_seconds(node: fx.Node, seconds: Mapping[str, float]) -> Cost:
     """A cost with the user's seconds, by operator (``aten.mm``, ``aten.mm.default``) or node name; else counted."""
     target = str(node.target)
     for name in (node.name, target, target.rpartition(".")[0]):
@@ -114,7 +114,7 @@ def _device(node: fx.Node) -> str:
 _SEEN = "seen"
 """Key in a node's ``meta``: the kinds of tensors that its operation returned in a run."""
 
-Kind: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
+_Kind: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 """The dtype and shape of a tensor."""
 
 
@@ -126,7 +126,7 @@ class Measured(NamedTuple):
     workspace_bytes: int = 0
     seconds: float = 0.0
     made_bytes: tuple[int, ...] = ()
-    kinds: tuple[Kind | None, ...] = ()
+    kinds: tuple[_Kind | None, ...] = ()
     draws: bool = False
 
 
@@ -144,14 +144,14 @@ class Measure:
 
     def __init__(self, rounds: int = 0) -> None:
         self._rounds = rounds
-        self._found: dict[Hashable, Measured] = {}
+        self._measured: dict[Hashable, Measured] = {}
 
     def of(self, node: fx.Node) -> Measured:
         key = _signature(node)
-        if key not in self._found:
-            self._found[key] = self._run(node)
-        node.meta[_SEEN] = self._found[key].kinds
-        return self._found[key]
+        if key not in self._measured:
+            self._measured[key] = self._run(node)
+        node.meta[_SEEN] = self._measured[key].kinds
+        return self._measured[key]
 
     def _run(self, node: fx.Node) -> Measured:
         target = node.target
@@ -188,12 +188,12 @@ class Measure:
         arguments, named = fx.node.map_arg((node.args, node.kwargs), value)
         if node.target is replayed:
             arguments = (generator_state(str(arguments[1])), *arguments[1:])  # random bytes are not a valid state
-        inputs = set(map(storage_of, tensors_in((arguments, named))))
+        inputs = set(map(storage_number, tensors_in((arguments, named))))
         target = cast(Callable[..., Any], node.target)
         ways = [(torch.tensor(way), *arguments[1:]) for way in (True, False)] if is_branching(target) else [arguments]
-        return [self._measured(partial(target, *values, **named), inputs, _device(node)) for values in ways]
+        return [self._measure(partial(target, *values, **named), inputs, _device(node)) for values in ways]
 
-    def _measured(self, run: Callable[[], Any], inputs: set[int], device: str) -> Measured:
+    def _measure(self, run: Callable[[], Any], inputs: set[int], device: str) -> Measured:
         """Measure one run. ``inputs`` are the storages that it reads, which are not counted as made."""
         before, results = generator_state(device), list[Any]()
         seconds = min((_timed(run) for _ in range(self._rounds)), default=0.0)
@@ -202,9 +202,9 @@ class Measure:
         known, sizes = set(inputs), []
         for tensor in tensors_in(results):
             parts = parts_of(tensor)
-            is_new = any(storage_of(part) not in known for part in parts)
+            is_new = any(storage_number(part) not in known for part in parts)
             sizes.append(sum(part.untyped_storage().nbytes() for part in parts) if is_new else 0)
-            known.update(map(storage_of, parts))
+            known.update(map(storage_number, parts))
         leaves = pytree.tree_leaves(results)
         kinds = tuple((leaf.dtype, tuple(leaf.shape)) if isinstance(leaf, Tensor) else None for leaf in leaves)
         return Measured(workspace_bytes, seconds, tuple(sizes), kinds, not torch.equal(before, generator_state(device)))
@@ -269,9 +269,9 @@ def _likely(node: fx.Node) -> Any:
     return value if seen is None or value.numel() else value.new_empty(seen[1])
 
 
-def _seen(node: fx.Node) -> Kind | None:
+def _seen(node: fx.Node) -> _Kind | None:
     source, place = cast(tuple[fx.Node, int], node.args) if node.target is operator.getitem else (node, 0)
-    seen: tuple[Kind | None, ...] = source.meta.get(_SEEN) or ()
+    seen: tuple[_Kind | None, ...] = source.meta.get(_SEEN) or ()
     return seen[place] if seen else None
 
 

@@ -44,7 +44,7 @@ def forward_of(joint: Joint, schedule: Schedule) -> Emitter:
 
 
 def emit_one(joint: Joint, schedule: Schedule) -> fx.GraphModule:
-    """All of ``schedule`` as one graph with the outputs of the joint graph."""
+    """Emit all of ``schedule`` as one graph with the outputs of the joint graph."""
     emitter = Emitter(joint, joint.module.graph.find_nodes(op="placeholder"))
     emitter.run(schedule)
     return emitter.finish(emitter.resolve(joint.outputs), "Adjoint")
@@ -151,7 +151,8 @@ class Emitter:
         else:
             target, arguments, part = node.target, node.args, self._overwritten(node)
             if part is not None:
-                target, arguments = torch.ops.aten.add_.Tensor, (part, *(one for one in arguments if one is not part))
+                others = [argument for argument in arguments if argument is not part]
+                target, arguments = torch.ops.aten.add_.Tensor, (part, *others)
             arguments, named = self.resolve(arguments), self.resolve(node.kwargs)
             copy = self.graph.create_node(node.op, target, arguments, named, name=node.name)
         copy.meta = dict(node.meta)

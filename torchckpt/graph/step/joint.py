@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from torchckpt.graph.private.runtime import note_branches, storage_of
+from torchckpt.graph.private.runtime import note_branches, storage_number
 from torchckpt.graph.private.trace import GRADIENTS_STAY, input_place, mutated_inputs, uncompiled
 from torchckpt.graph.step.costs import Cost, CostOf
 from torchckpt.graph.step.repeat import (
@@ -172,7 +172,7 @@ class _Builder:
             self._views.add(node)
             return
         parts = tensors_in(value)
-        keys = [storage_of(part) for part in parts]
+        keys = list(map(storage_number, parts))
         fresh = [key for key in dict.fromkeys(keys) if key not in self._known]
         is_part = node.target is operator.getitem and node.all_input_nodes[0] not in self._views
         if is_called and not is_part and (fresh or not parts):
@@ -291,9 +291,9 @@ def needed(targets: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _closed(nodes: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
-    stack, found = list(nodes), set[fx.Node]()
+    stack, closed = list(nodes), set[fx.Node]()
     while stack:
-        if (node := stack.pop()) not in found:
-            found.add(node)
+        if (node := stack.pop()) not in closed:
+            closed.add(node)
             stack.extend(following(node))
-    return found
+    return closed

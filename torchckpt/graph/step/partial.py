@@ -187,7 +187,7 @@ class _Without(Emitter):
         return super()._is_needed(node) and node.target not in (torch.ops.aten.mul_.Tensor, torch.ops.aten.add_.Tensor)
 
     def _overwritten(self, node: fx.Node) -> fx.Node | None:
-        """None also if the operand stands for another value, which others may read."""
+        """The operand, unless it stands for another value, which others may read."""
         part = super()._overwritten(node)
         return None if part in self._absent.same else part
 
@@ -195,8 +195,6 @@ class _Without(Emitter):
         size = like.untyped_storage().nbytes() // like.element_size()
         arguments = size, like.shape, like.stride(), like.storage_offset(), like.dtype, like.device
         return self.graph.call_function(_zeros, arguments)
-
-
 
 
 def _zeros(

@@ -29,7 +29,7 @@ _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, 
 _ABSENT = object()
 
 
-class _Place(NamedTuple):
+class _Variable(NamedTuple):
     """One name that the code reads: its label in a warning, and a function that reads its present value."""
 
     label: str
@@ -40,7 +40,7 @@ class FreeVariables:
     """The values outside of ``model`` that its forward may read."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._places = _Walk(model).places
+        self._places = _Search(model).places
         self._values: list[Any] = [_ABSENT] * len(self._places)
         self._parts: dict[int, list[Any]] = {}  # by place, the parts of a container when it was last read
         self._now: list[tuple[str, Hashable]] = [(label, None) for label, _ in self._places]
@@ -49,7 +49,7 @@ class FreeVariables:
         """The present value of each place: a constant by value, any other object by identity."""
         values = [read() for _, read in self._places]
         for place, (new, old) in enumerate(zip(values, self._values)):
-            if new is not old or (place in self._parts and not _are_same(_parts_of(new), self._parts[place])):
+            if new is not old or (place in self._parts and _is_changed(self._parts[place], _parts_of(new))):
                 self._look(place, new)
         self._values = values
         return tuple(self._now)
@@ -72,8 +72,8 @@ def _parts_of(value: Any) -> list[Any]:
     return parts + [inner for part in parts if type(part) in (list, dict) for inner in _parts_of(part)]
 
 
-def _are_same(parts: list[Any], others: list[Any]) -> bool:
-    return len(parts) == len(others) and all(map(operator.is_, parts, others))
+def _is_changed(before: list[Any], now: list[Any]) -> bool:
+    return len(before) != len(now) or not all(map(operator.is_, before, now))
 
 
 def _seen(value: Any, depth: int = 0) -> Hashable:
@@ -92,13 +92,13 @@ def _size(value: Any, depth: int = 0) -> int:
     return sum(_size(part, depth + 1) for part in parts_of(value)) if len(value) <= MOST_PARTS else len(value)
 
 
-class _Walk:
+class _Search:
     """A search, from the classes of a model's modules, for all code that their forwards may run and read."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.places: list[_Place] = []
+        self.places: list[_Variable] = []
         self._attributes = set[str]()
-        self._found: dict[int, Any] = {}  # every function, class and object, once
+        self._owners: dict[int, Any] = {}  # every function, class and object, once
         self._searched: set[tuple[int, str]] = set()
         self._modules = {id(module) for module in model.modules()}
         for module in model.modules():
@@ -122,8 +122,8 @@ class _Walk:
         elif _is_container(value) and len(value) <= MOST_PARTS:
             for part in parts_of(value):
                 self._add(part, name)
-        elif id(value) not in self._found and _is_users(value):
-            self._found[id(value)] = value
+        elif id(value) not in self._owners and _is_users(value):
+            self._owners[id(value)] = value
             if isinstance(value, types.FunctionType):
                 self._read(value)
             elif not isinstance(value, (type, types.ModuleType)):
@@ -146,11 +146,11 @@ class _Walk:
             self._add(value, function.__name__)
 
     def _search(self) -> None:
-        """Look up every loaded attribute in every class and object found, until a round finds nothing new."""
+        """Look up every loaded attribute in every class and object so far, until a round finds nothing new."""
         before = None
-        while before != (len(self._searched), len(self._attributes), len(self._found)):
-            before = len(self._searched), len(self._attributes), len(self._found)
-            for owner in list(self._found.values()):
+        while before != (now := (len(self._searched), len(self._attributes), len(self._owners))):
+            before = now
+            for owner in list(self._owners.values()):
                 if not isinstance(owner, types.FunctionType):
                     self._search_in(owner)
 
@@ -174,7 +174,7 @@ class _Walk:
             value = read()
             self._add(value, name)
             if _is_data(value, name, not isinstance(owner, types.CellType)):
-                self.places.append(_Place(label, read))
+                self.places.append(_Variable(label, read))
 
 
 def _is_data(value: Any, name: str, is_global: bool) -> bool:

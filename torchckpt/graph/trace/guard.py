@@ -13,23 +13,13 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import CaptureError, Fault
-from torchckpt.graph.private.runtime import hooks_of_all_modules, storage_of
+from torchckpt.graph.private.runtime import hooks_of_all_modules, storage_number
 from torchckpt.modules import OF_EVERY_MODULE
 from torchckpt.tensors import tensors_in
 
 __all__ = [
-    "CONSTANTS",
-    "MOST_PARTS",
-    "WITHOUT_CACHE",
-    "Guard",
-    "argument_names",
-    "changed",
-    "constant_of",
-    "guard_of",
-    "is_cache",
-    "is_container",
-    "parts_of",
-    "places_of",
+    "CONSTANTS", "MOST_PARTS", "WITHOUT_CACHE", "Guard", "argument_names", "changed", "constant_of", "guard_of",
+    "is_cache", "is_container", "parts_of", "places_of",
 ]
 
 
@@ -117,17 +107,18 @@ def is_cache(value: object) -> bool:
 
 
 def _attributes(module: nn.Module) -> tuple[tuple[str, Hashable], ...]:
-    found: list[tuple[str, Hashable]] = []
+    """The names and values of the attributes that are no tensors: constants by value, others by identity."""
+    attributes: list[tuple[str, Hashable]] = []
     for name, value in module.__dict__.items():
         if name in OF_EVERY_MODULE:
             continue
         kind = type(value)
         constant = (kind, value) if kind in _PLAIN else constant_of(value)
         if constant is not None:
-            found.append((name, constant))
+            attributes.append((name, constant))
         elif not _holds_tensors(value):
-            found.append((name, Itself(value)))
-    return tuple(found)
+            attributes.append((name, Itself(value)))
+    return tuple(attributes)
 
 
 class Itself:
@@ -181,9 +172,9 @@ def places_of(state: Sequence[Tensor], arguments: Sequence[Tensor]) -> tuple[int
 
 def _aliases(state: Mapping[str, Tensor], arguments: Sequence[Tensor]) -> tuple[Hashable, ...]:
     """Arguments that share a storage with a buffer, with their offsets: a change of one changes the other."""
-    places = {storage_of(tensor): place for place, tensor in enumerate(arguments)}
-    buffers = {name: tensor for name, tensor in state.items() if type(tensor) is not nn.Parameter}
-    shared = ((name, places.get(storage_of(buffer))) for name, buffer in buffers.items())
+    places = {storage_number(tensor): place for place, tensor in enumerate(arguments)}
+    buffers = ((name, tensor) for name, tensor in state.items() if type(tensor) is not nn.Parameter)
+    shared = ((name, places.get(storage_number(buffer))) for name, buffer in buffers)
     return tuple((name, place, arguments[place].storage_offset()) for name, place in shared if place is not None)
 
 

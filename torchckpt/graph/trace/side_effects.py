@@ -94,7 +94,8 @@ def _is_copied(value: Any) -> bool:
 
 
 def _parts(value: Any) -> Any:
-    """Where to look for tensors in ``value``: a container itself, at any depth; of another object, its attributes."""
+    """The part of ``value`` that is searched for tensors: a container itself, at any depth; of another object, its
+    attributes."""
     if isinstance(value, (set, frozenset, collections.deque)):
         return list(value)
     return value if isinstance(value, (Tensor, list, tuple, dict)) else list(getattr(value, "__dict__", {}).values())

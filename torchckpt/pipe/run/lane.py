@@ -11,14 +11,13 @@ from torchckpt.regions.core.nodes import fork, join, recompute
 
 __all__ = ["Edges", "Lane", "before"]
 
-
 Edges: TypeAlias = list[list[Tensor]]
 """For each output of the stage, its phonies. Each output has its own ``Recompute`` nodes, of the same frame: with
 common nodes, a backward would enter branches that its loss does not use."""
 
 
 class Lane:
-    """The regions of one stage in one forward.
+    """The lane of one stage in one forward: its regions in order. (On paper, a ``Lane`` is a rank.)
 
     With look-ahead k, the backward of a lane runs the replays R and the backwards B of its regions in a fixed order,
     no matter when the gradients arrive. For k = 2:

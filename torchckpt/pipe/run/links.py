@@ -15,34 +15,32 @@ from torchckpt.regions.devices import accelerator_type, on
 
 __all__ = ["Place", "copy", "wait"]
 
+_Stream: TypeAlias = torch.Stream | None
+
 
 class Place(NamedTuple):
     """A device and its compute stream, which is None on a device without streams, such as the CPU."""
 
     device: torch.device
-    compute: torch.Stream | None
+    compute: _Stream
 
     @classmethod
     def of(cls, device: torch.device) -> Place:
         """``device`` with its current stream."""
         return cls(device, torch.accelerator.current_stream(device) if device.type == accelerator_type() else None)
 
-    def side_stream(self) -> torch.Stream | None:
+    def side_stream(self) -> _Stream:
         return None if self.compute is None else torch.Stream(self.device)
 
 
-def wait(before: torch.Stream | None, after: torch.Stream | None, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def wait(before: _Stream, after: _Stream, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Make the stream ``after`` wait for ``before``, and return ``tensors`` as new tensors. In the backward, the engine
     makes the readers of their gradients wait for the stream that is current now."""
     return _as_tuple(Wait.apply(before, after, *tensors))  # type: ignore[no-untyped-call]  # Function.apply is untyped
 
 
 def copy(
-    source: Place,
-    source_stream: torch.Stream | None,
-    target: Place,
-    target_stream: torch.Stream | None,
-    tensors: tuple[Tensor, ...],
+    source: Place, source_stream: _Stream, target: Place, target_stream: _Stream, tensors: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
     """Copy ``tensors`` to ``target``, on the two streams. The backward copies their gradients to ``source``."""
     outward, back = (source, source_stream, target, target_stream), (target, target_stream, source, source_stream)
@@ -60,8 +58,7 @@ def _outputs(ctx: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) 
     return outputs
 
 
-_Stream: TypeAlias = torch.Stream | None
-_Way: TypeAlias = tuple[Place, _Stream, Place, _Stream]
+_Route: TypeAlias = tuple[Place, _Stream, Place, _Stream]
 
 
 class Wait(Function):
@@ -78,8 +75,10 @@ class Wait(Function):
 
 
 class Copy(Function):
+    """The copy of tensors to another place. Its backward copies their gradients back."""
+
     @staticmethod
-    def forward(ctx: Any, outward: _Way, back: _Way, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, outward: _Route, back: _Route, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.back = back
         return _outputs(ctx, inputs, tuple(_moved(tensor, *outward) for tensor in inputs))
 
@@ -88,9 +87,7 @@ class Copy(Function):
         return None, None, *(None if grad is None else _moved(grad, *ctx.back) for grad in grads)
 
 
-def _moved(
-    tensor: Tensor, source: Place, source_stream: torch.Stream | None, target: Place, target_stream: torch.Stream | None
-) -> Tensor:
+def _moved(tensor: Tensor, source: Place, source_stream: _Stream, target: Place, target_stream: _Stream) -> Tensor:
     with on(source_stream), on(target_stream):
         moved = _transfer(tensor, target.device)
     # The allocator knows the streams that made these tensors; it must also know those that read them.
@@ -107,6 +104,6 @@ def _transfer(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking="cpu" not in (tensor.device.type, device.type))
 
 
-def _record(tensor: Tensor, stream: torch.Stream | None) -> None:
+def _record(tensor: Tensor, stream: _Stream) -> None:
     if stream is not None and tensor.device == stream.device:
         tensor.record_stream(stream)

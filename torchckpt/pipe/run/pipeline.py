@@ -44,7 +44,7 @@ from torchckpt.pipe.run.lane import Edges, Lane, before
 from torchckpt.pipe.run.links import Place, copy, wait
 from torchckpt.pipe.run.regions import Part, Regions
 from torchckpt.pipe.run.visit import InFlight, of_caller, visit
-from torchckpt.pipe.run.worker import Run, in_caller, is_bound_to_caller, workers
+from torchckpt.pipe.run.worker import RunTasks, in_caller, is_bound_to_caller, workers
 from torchckpt.planning import Action, Kind
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.nodes import checkpoint
@@ -52,6 +52,7 @@ from torchckpt.regions.devices import on
 from torchckpt.regions.private import profiler_is_on
 
 __all__ = ["clock_cycles", "in_profile", "run_pipeline"]
+
 
 def clock_cycles(m: int, p: int) -> Iterator[list[tuple[int, int]]]:
     """The pairs (micro-batch, stage) of each clock tick. The pairs of one tick do not depend on each other.
@@ -96,7 +97,7 @@ def run_pipeline(
             in_flight[i] = runners[j].step(i, in_flight[i], i == last)
 
     # Stages on one device share its generator, so one thread runs them in a fixed order.
-    threading: AbstractContextManager[Run] = workers(len(devices)) if threads else nullcontext(in_caller)
+    threading: AbstractContextManager[RunTasks] = workers(len(devices)) if threads else nullcontext(in_caller)
     with threading as run:
         for tick in clock_cycles(len(in_flight), len(stages)):
             run([(devices.index(stages[j].device), partial(step, i, j)) for i, j in tick])

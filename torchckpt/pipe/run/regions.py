@@ -24,13 +24,13 @@ class Part(NamedTuple):
 
 
 class Replay(Protocol):
-    """What an action R runs: a frame, or several."""
+    """What an action R of a pipeline runs: a frame, or several."""
 
     def recompute(self) -> None: ...
 
 
 class Regions:
-    """Here all layers of a stage are one region.
+    """The regions of each visit. Here all layers of a stage are one.
 
     Args:
         is_recomputed: maps a stage and a micro-batch to whether the visit is a region.

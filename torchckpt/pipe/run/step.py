@@ -53,18 +53,9 @@ from torchckpt.regions.core.nodes import checkpoint
 from torchckpt.regions.devices import Clock, Stamp, on
 from torchckpt.tensors import tensors_of
 
-__all__ = ["Order", "Record", "Step", "launch_order", "one_ahead", "schedule_for", "with_replays"]
+__all__ = ["Order", "Record", "Step", "one_ahead", "with_replays"]
 
 LossFunction = Callable[..., Tensor]
-
-
-def schedule_for(stages: int, micro_batches: int, recomputes: bool) -> Schedule:
-    """1F1B, recomputed one ahead on all stages but the last, which holds one micro-batch at a time. With fewer
-    micro-batches than stages: GPipe, recomputed on all stages."""
-    is_1f1b = micro_batches >= stages
-    plain = (one_f_one_b if is_1f1b else gpipe)(stages, micro_batches)
-    choices = exempt(plain, ahead(plain), *(["last_stage"] if is_1f1b else []))
-    return with_recompute(plain, choices) if recomputes and stages > 1 else plain
 
 
 class CopyStreams(NamedTuple):
@@ -164,7 +155,7 @@ class Pending:
 
 
 class Record(NamedTuple):
-    """The start and end time of each action of one step, by rank."""
+    """The start and end time of each action of one step, by rank, as the devices stamped them."""
 
     schedule: Schedule
     clocks: list[Clock]
@@ -180,7 +171,7 @@ class Record(NamedTuple):
 
 
 class Step:
-    """One step on one mini-batch. ``run()`` returns the loss, and adds the gradients to the parameters.
+    """One step that runs, on one mini-batch. ``run()`` returns the loss, and adds the gradients to the parameters.
 
     Args:
         targets: the target of each micro-batch.
@@ -308,12 +299,16 @@ class Order(NamedTuple):
 
 @functools.lru_cache(maxsize=16)
 def one_ahead(stages: int, micro_batches: int, recomputes: bool) -> Order:
-    """The order of :func:`schedule_for`."""
-    schedule = schedule_for(stages, micro_batches, recomputes)
-    return Order(schedule, launch_order(schedule))
+    """1F1B, recomputed one ahead on all stages but the last, which holds one micro-batch at a time. With fewer
+    micro-batches than stages: GPipe, recomputed on all stages."""
+    is_1f1b = micro_batches >= stages
+    schedule = (one_f_one_b if is_1f1b else gpipe)(stages, micro_batches)
+    if recomputes and stages > 1:
+        schedule = with_recompute(schedule, exempt(schedule, ahead(schedule), *(["last_stage"] if is_1f1b else [])))
+    return Order(schedule, _launched(schedule))
 
 
-def launch_order(schedule: Schedule) -> list[Action]:
+def _launched(schedule: Schedule) -> list[Action]:
     """The actions of all stages, in the order in which they start if a backward takes twice as long as a forward.
 
     A recompute takes no time, and comes right after the action before it on its stage. So forwards draw the same random

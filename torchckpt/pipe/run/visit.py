@@ -244,7 +244,7 @@ _NONE: frozenset[int] = frozenset()
 
 
 class Memory(NamedTuple):
-    """What is known of the memory of the tensors that go from one stage to the next, as indices of these tensors."""
+    """What else has the memory of the tensors that go from one stage to the next, as indices of these tensors."""
 
     shared: frozenset[int] = _NONE
     """Tensors that share memory with others that cross a cut, or with skips."""

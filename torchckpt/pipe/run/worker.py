@@ -19,10 +19,10 @@ from torchckpt.regions.private import (
 )
 from torchckpt.regions.state.ambient import settings, use_settings
 
-__all__ = ["Run", "in_caller", "is_bound_to_caller", "workers"]
+__all__ = ["RunTasks", "in_caller", "is_bound_to_caller", "workers"]
 
 Task: TypeAlias = Callable[[], None]
-Run: TypeAlias = Callable[[list[tuple[int, Task]]], None]
+RunTasks: TypeAlias = Callable[[list[tuple[int, Task]]], None]
 """Runs pairs (worker number, task). The tasks must not depend on each other."""
 
 
@@ -49,7 +49,7 @@ def is_bound_to_caller() -> bool:
 
 
 @contextmanager
-def workers(count: int) -> Iterator[Run]:
+def workers(count: int) -> Iterator[RunTasks]:
     """Start ``count`` threads, each of which runs its tasks in order, until the end of the block.
 
     Tasks see the caller's grad mode, autocast, default dtype and device, and context variables. If tasks raise, the

@@ -7,16 +7,7 @@ from dataclasses import dataclass, replace
 from torchckpt.planning.order.schedule import Action, Schedule
 
 __all__ = [
-    "KIND_NAMES",
-    "Units",
-    "aligned",
-    "label",
-    "number",
-    "percent",
-    "prefix",
-    "row_name",
-    "units_for",
-    "units_of_bytes",
+    "KIND_NAMES", "Units", "aligned", "label", "number", "percent", "prefix", "row_name", "units_for", "units_of_bytes",
     "units_of_clock",
 ]
 

@@ -35,13 +35,13 @@ class Program:
     """For each rank, the action of each instruction. A late recompute is an ``R`` of its own right before its backward,
     which waits for the gradient."""
     tokens: int
-    given: tuple[int, ...]
+    initial: tuple[int, ...]
     """The tokens that exist from the start: the inputs of the first stage, and the gradients of the last stage."""
     wires: int
 
 
 _ABSENT = -1.0
-"""When a token arrives that was not sent."""
+"""The arrival of a token that was not sent."""
 _FOREVER = float("inf")
 
 
@@ -90,8 +90,8 @@ def compile_program(
             expanded.append(action)
         ranks.append(tuple(instructions))
         actions.append(tuple(expanded) if late else order)
-    given = (*range(m), *range((2 * stages - 1) * m, 2 * stages * m))
-    return Program(tuple(ranks), tuple(actions), 2 * stages * m, given, len(wires))
+    initial = (*range(m), *range((2 * stages - 1) * m, 2 * stages * m))
+    return Program(tuple(ranks), tuple(actions), 2 * stages * m, initial, len(wires))
 
 
 def _wire(wires: dict[tuple[int, int], int], placement: Sequence[int], stage: int, other: int) -> int:
@@ -103,7 +103,7 @@ def _wire(wires: dict[tuple[int, int], int], placement: Sequence[int], stage: in
 
 @dataclass(frozen=True)
 class Run:
-    """When everything happened, in seconds: for each rank and action, and for each token (``NaN`` if never sent)."""
+    """The times of a program, in seconds: for each rank and action, and for each token (-1 if it was never sent)."""
 
     starts: list[list[float]]
     ends: list[list[float]]
@@ -126,7 +126,7 @@ def run(program: Program, end_seconds: Sequence[Callable[[float], float] | None]
             beside the compute. Default, also for a rank: the start plus the seconds of the instruction.
     """
     arrived, sent = [_ABSENT] * program.tokens, [_ABSENT] * program.tokens
-    for token in program.given:
+    for token in program.initial:
         arrived[token] = 0.0
     wire_free = [0.0] * program.wires
     starts: list[list[float]] = [[] for _ in program.ranks]
@@ -208,7 +208,7 @@ def run_deciding(
         sent it. None if the step takes longer than its limit.
     """
     arrived = [_ABSENT] * program.tokens
-    for token in program.given:
+    for token in program.initial:
         arrived[token] = 0.0
     wire_free = [0.0] * program.wires
     senders: dict[int, tuple[int, int]] = {}

@@ -10,8 +10,9 @@ from typing import NamedTuple, TypeAlias
 from torchckpt.errors import Fault, brief
 
 __all__ = [
-    "BACKWARDS", "Action", "Kind", "Schedule", "Visit", "at_least", "in_turn", "nearest", "phases", "visits", "whole",
+    "BACKWARDS", "Action", "Kind", "Schedule", "Visit", "enough", "in_turn", "nearest", "phases", "visits", "whole",
 ]
+
 
 class Kind(str, Enum):
     """The kind of an action. ``B`` is a whole backward; ``I`` (input gradients) and ``W`` (weight gradients) are its
@@ -51,8 +52,8 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of every rank, in order, and nothing else. Immutable; made by functions of ``schedules.py``,
-    ``from_csv``, or by hand.
+    """A schedule of a pipeline: the actions of every rank, in order, and nothing else. Immutable; made by functions of
+    ``schedules.py``, ``from_csv``, or by hand.
 
     A rank runs its actions one after the other, and starts an action when all actions that it depends on are done.
     ``jFi`` depends on ``(j-1)Fi``. ``jBi`` and ``jIi`` depend on ``jFi``, on ``(j+1)Bi`` or ``(j+1)Ii``, and on
@@ -139,15 +140,13 @@ def whole(name: str, value: object) -> list[Fault]:
     return [Fault(f"{name} is not an integer >= 1", f"{name}={brief(value)}", f"{name}=1")]
 
 
-def at_least(schedule: str, name: str, value: int, other_name: str, other: int, factor: int = 1) -> list[Fault]:
-    """Faults unless both are integers of 1 or more, and ``value >= factor * other``."""
-    faults = [*whole(other_name, other), *whole(name, value)]
-    if faults or value >= factor * other:
+def enough(schedule: str, m: int, name: str, stages: int, factor: int = 1) -> list[Fault]:
+    """Faults unless both are integers of 1 or more, and there are ``m >= factor * stages`` micro-batches."""
+    faults = [*whole(name, stages), *whole("m", m)]
+    if faults or m >= factor * stages:
         return faults
-    times = f"{factor} " if factor > 1 else ""
-    received = f"{name}={value}, {other_name}={other}"
-    works = f"{name}={factor * other}, the nearest"
-    return [Fault(f"{name} is too small: {schedule} needs {name} >= {times}{other_name}", received, works)]
+    rule = f"m is too small: {schedule} needs m >= {f'{factor} ' if factor > 1 else ''}{name}"
+    return [Fault(rule, f"m={m}, {name}={stages}", f"m={factor * stages}, the nearest")]
 
 
 def nearest(value: int, works: Callable[[int], bool]) -> int:

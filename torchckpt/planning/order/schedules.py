@@ -15,7 +15,7 @@ from torchckpt.planning.order.schedule import (
     Kind,
     Schedule,
     Visit,
-    at_least,
+    enough,
     in_turn,
     nearest,
     phases,
@@ -27,6 +27,7 @@ __all__ = [
     "NAMES", "dualpipe_v", "eager_one_f_one_b", "gpipe", "interleaved_one_f_one_b", "looped_bfs", "named_schedule",
     "one_f_one_b", "zbv", "zero_bubble",
 ]
+
 
 @called("gpipe()")
 def gpipe(p: int, m: int, *, last_first: bool = False) -> Schedule:
@@ -59,7 +60,7 @@ def one_f_one_b(p: int, m: int) -> Schedule:
     Raises:
         ArgumentError: unless ``m >= p``.
     """
-    check(at_least("1F1B", "m", m, "p", p))
+    check(enough("1F1B", m, "p", p))
     return _looped("1f1b", p, 1, m, lambda j: in_turn(*_there_and_back([j], m, m), ahead=p - 1 - j))
 
 
@@ -71,7 +72,7 @@ def eager_one_f_one_b(p: int, m: int) -> Schedule:
     Raises:
         ArgumentError: unless ``m >= p``.
     """
-    check(at_least("eager 1F1B", "m", m, "p", p))
+    check(enough("eager 1F1B", m, "p", p))
     return _looped("eager_1f1b", p, 1, m, lambda j: in_turn(*_there_and_back([j], m, m), ahead=2 * (p - 1 - j)))
 
 
@@ -160,7 +161,7 @@ def dualpipe_v(ranks: int, m: int) -> Schedule:
     Raises:
         ArgumentError: unless ``m >= 2 ranks``.
     """
-    check(at_least("DualPipeV", "m", m, "ranks", ranks, factor=2))
+    check(enough("DualPipeV", m, "ranks", ranks, factor=2))
 
     def order(rank: int) -> Iterable[Action]:
         up = ranks - 1 - rank

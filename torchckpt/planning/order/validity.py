@@ -47,7 +47,7 @@ def check_schedule(schedule: Schedule, where: Callable[[Misplaced], str] | None 
 
 
 def check_order(schedule: Schedule, where: Callable[[Misplaced], str] | None = None) -> None:
-    """As :func:`check_schedule`, but without the check for ranks that wait for each other."""
+    """Check as :func:`check_schedule` does, except for ranks that wait for each other."""
     if not isinstance(schedule, Schedule):
         raise_fault(Fault("the schedule is not a Schedule", brief(schedule), "one_f_one_b(4, 8)"))
     check([*_shape(schedule)] or located(misplaced(schedule), where))

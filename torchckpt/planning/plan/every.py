@@ -13,6 +13,7 @@ from torchckpt.planning.plan.pipeline import planned, planned_with_moves
 from torchckpt.planning.plan.problem import problem_of
 from torchckpt.planning.plan.result import PipelinePlan
 from torchckpt.planning.work.block import NOTHING, Links, Stage, per_stage, plannable_faults, restaged
+from torchckpt.planning.work.host import Host
 
 __all__ = ["Comparison", "plan_every"]
 
@@ -65,6 +66,7 @@ def plan_every(
     *,
     ranks: int | None = None,
     balance: bool = False,
+    host: Host | None = None,
 ) -> Comparison:
     """Plan each schedule that has a name and fits.
 
@@ -74,6 +76,7 @@ def plan_every(
     Args:
         budget: as of :func:`~torchckpt.planning.plan.pipeline.plan_pipeline`; a share is one of the reference's peak.
         ranks: default: as many as stages.
+        host: as of :func:`~torchckpt.planning.plan.pipeline.plan_pipeline`.
 
     Raises:
         ArgumentError: an argument is wrong, or no schedule fits.
@@ -93,7 +96,7 @@ def plan_every(
     plans, refused = [], []
     for schedule, cut in fitting:
         try:
-            problem = problem_of(schedule, cut, budget if limits is None else "100%", link)
+            problem = problem_of(schedule, cut, budget if limits is None else "100%", link, host)
             problem = problem if limits is None else problem.within(limits)
             plans.append(planned_with_moves(problem) if balance else planned(problem))
         except BudgetInfeasible as error:

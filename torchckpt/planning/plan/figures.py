@@ -142,7 +142,7 @@ class PlanFigures:
     alone: Alone | None = None
     """What either way alone takes, of a plan with a host."""
 
-    @property
+    @cached_property
     def bound_seconds(self) -> float:
         """No plan of the same schedule, stages and budget is shorter."""
         return bound_seconds(self.problem)

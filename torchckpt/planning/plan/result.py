@@ -94,7 +94,7 @@ class PipelinePlan(PlanFigures, Drawn):
             row = [str(rank), units.of_memory(peaks[rank]), units.of_memory(budgets[rank]), percent(idle)]
             row += [units.of_memory(self.static_bytes[rank])] * has_static
             if self.problem.host is not None:
-                on_host = (self.host_peak_bytes[rank], self.problem.host_bytes[rank])
+                on_host = (self.step.host_peak_bytes[rank], self.problem.host_bytes[rank])
                 row += [*map(units.of_memory, on_host), units.of_time(waits[rank])]
             rows.append(tuple(row))
         return rows

@@ -170,7 +170,7 @@ def _check_moves(plan: PlanFigures, away: set[tuple[int, ...]]) -> None:
             where = f"released at {list(release)}, issued at {list(issue)}"
             _refuse(f"stage {stage}, micro-batch {i}, block {block}: {where}")
     for rank in plan.over_host:
-        peak, room = plan.host_peak_bytes[rank], plan.problem.host_bytes[rank]
+        peak, room = plan.step.host_peak_bytes[rank], plan.problem.host_bytes[rank]
         _refuse(f"rank {rank} holds {peak:.12g} bytes on its host, which has {room:.12g}")
 
 

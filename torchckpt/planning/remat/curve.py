@@ -18,7 +18,7 @@ _Item = TypeVar("_Item")
 
 
 class Run(NamedTuple):
-    """One step of a schedule: an operation, from when to when it runs, and the bytes alive meanwhile."""
+    """One run of an operation of a traced step: from when to when, and the bytes alive meanwhile."""
 
     operation: int
     start_seconds: float
@@ -38,7 +38,7 @@ class Run(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Something with a name, from when to when, and for how many of these seconds."""
+    """A part of a picture with a name: from when to when, and for how many of these seconds."""
 
     name: str
     start_seconds: float
@@ -88,14 +88,14 @@ def kinds(every: Iterable[Run], finest_seconds: float) -> list[Span]:
     """The kinds that run, and when. Where they alternate faster than ``finest_seconds``, repeats come first."""
     alike = (list(group) for _, group in groupby(every, lambda run: (run.kind, run.in_forward)))
     phases = [group[0]._replace(end_seconds=group[-1].end_seconds) for group in alike]
-    found: list[Span] = []
+    listed: list[Span] = []
     for group in thinned(phases, finest_seconds):
         now = group[0].start_seconds
         for kind, members in groupby(sorted(group, key=lambda run: not run.is_repeat), lambda run: run.kind):
             seconds = sum(run.seconds for run in members)
-            found.append(Span(kind, now, now + seconds, seconds))
+            listed.append(Span(kind, now, now + seconds, seconds))
             now += seconds
-    return found
+    return listed
 
 
 def spans(every: Iterable[Run], paths: Sequence[str], depth: int) -> list[Span]:
@@ -104,12 +104,11 @@ def spans(every: Iterable[Run], paths: Sequence[str], depth: int) -> list[Span]:
     Repeats of one name with no repeat of another in between are one span.
     """
     repeats = ((".".join(paths[run.operation].split(".")[:depth]), run) for run in every if run.is_repeat)
-    found = []
-    for name, members in groupby(repeats, itemgetter(0)):
-        named = [run for _, run in members]
-        seconds = sum(run.seconds for run in named)
-        found.append(Span(name, named[0].start_seconds, named[-1].end_seconds, seconds))
-    return found
+    named = ((name, [run for _, run in members]) for name, members in groupby(repeats, itemgetter(0)))
+    return [
+        Span(name, members[0].start_seconds, members[-1].end_seconds, sum(run.seconds for run in members))
+        for name, members in named
+    ]
 
 
 def joined(parts: Iterable[Span]) -> list[Span]:
@@ -138,17 +137,17 @@ class Label(NamedTuple):
 
 def beside(wanted: Sequence[Label], start: float, end: float) -> list[Label]:
     """The labels that have room beside one another between ``start`` and ``end``, the heaviest first."""
-    found: list[Label] = []
+    placed: list[Label] = []
     for label in sorted(wanted, key=lambda label: -label.weight):
         half = label.extent / 2
         moved = label._replace(place=max(start + half, min(label.place, end - half)))
-        if all(abs(moved.place - other.place) >= half + other.extent / 2 for other in found):
-            found.append(moved)
-    return found
+        if all(abs(moved.place - other.place) >= half + other.extent / 2 for other in placed):
+            placed.append(moved)
+    return placed
 
 
 def spread(places: Sequence[float], pitch: float, end: float) -> list[float]:
-    """As near to ``places``, which ascend, as keeps each ``pitch`` from the next, and none beyond ``end``.
+    """Move ``places``, which ascend, as little as keeps each ``pitch`` from the next, and none beyond ``end``.
 
     >>> spread([10, 50, 52, 90], pitch=14, end=100)
     [10.0, 44.0, 58.0, 90.0]

@@ -15,7 +15,7 @@ Point: TypeAlias = tuple[int, float]
 """The peak in bytes, and the recompute as a share of the eager step."""
 
 
-class _Mark(NamedTuple):
+class _Look(NamedTuple):
     """How the points of one tool look."""
 
     colour: str
@@ -25,13 +25,13 @@ class _Mark(NamedTuple):
 
 
 # The rest of Okabe and Ito's palette; shapes differ too, for print without colours.
-_OURS = _Mark("#0072b2", True, False, False)
+_OURS = _Look("#0072b2", True, False, False)
 _OTHERS = (
-    _Mark("#d55e00", False, False, False),
-    _Mark("#009e73", False, True, False),
-    _Mark("#cc79a7", True, False, True),
-    _Mark("#e69f00", False, False, True),
-    _Mark("#6b7280", False, True, True),
+    _Look("#d55e00", False, False, False),
+    _Look("#009e73", False, True, False),
+    _Look("#cc79a7", True, False, True),
+    _Look("#e69f00", False, False, True),
+    _Look("#6b7280", False, True, True),
 )
 _STYLE = STYLE + """
 .budgeted{font-size:11px;paint-order:stroke;stroke:#fff;stroke-width:3px}
@@ -92,7 +92,7 @@ def draw_frontier(
 
 
 class _Frontier:
-    """What is drawn, and its scales. ``line`` is the least share up to each peak."""
+    """A frontier as it is drawn, with its scales. ``line`` is the least share up to each peak."""
 
     def __init__(self, points: Sequence[Point], others: Mapping[str, Sequence[Point]], eager_peak_bytes: int) -> None:
         self.points, self.others, self.eager_peak_bytes = sorted(points), others, eager_peak_bytes
@@ -130,13 +130,13 @@ def _axes(canvas: Canvas, picture: _Frontier, cost: str) -> None:
     canvas.line(memory(eager), _TOP, memory(eager), _BOTTOM, class_="eager")
 
 
-def _mark(canvas: Canvas, x: float, y: float, mark: _Mark) -> None:
-    look: dict[str, object] = {"fill": "#fff" if mark.is_hollow else mark.colour, "stroke": mark.colour}
-    if mark.is_round:
-        look["rx"] = 4
-    if mark.is_turned:
-        look["transform"] = f"rotate(45 {x:.2f} {y:.2f})"
-    canvas.rectangle(x - 4, y - 4, 8, 8, stroke_width=1.5, **look)
+def _mark(canvas: Canvas, x: float, y: float, look: _Look) -> None:
+    attributes: dict[str, object] = {"fill": "#fff" if look.is_hollow else look.colour, "stroke": look.colour}
+    if look.is_round:
+        attributes["rx"] = 4
+    if look.is_turned:
+        attributes["transform"] = f"rotate(45 {x:.2f} {y:.2f})"
+    canvas.rectangle(x - 4, y - 4, 8, 8, stroke_width=1.5, **attributes)
 
 
 def _budgets(canvas: Canvas, picture: _Frontier, budgets: Mapping[Point, str]) -> None:

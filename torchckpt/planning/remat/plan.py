@@ -24,7 +24,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True, repr=False)
 class Plan(Drawn):
-    """One step's operations, in the order in which they run, and what that takes.
+    """The plan of a traced step: its operations in the order in which they run, and what that takes.
 
     ``print(plan)`` is a table of modules, ``plan.draw("plan.svg")`` its memory over time; a notebook shows both.
 
@@ -126,7 +126,7 @@ class Plan(Drawn):
         return page(self.draw(), repr(self).strip("<>"), str(self))
 
     def to_json(self) -> str:
-        """All of the plan: ``keep=Plan.from_json(text)`` saves the search for a schedule."""
+        """Write the plan as JSON: ``keep=Plan.from_json(text)`` saves the search for a schedule."""
         return json.dumps({"format": _FORMAT, **self._fields()})
 
     @classmethod

@@ -19,11 +19,11 @@ from dataclasses import replace
 from itertools import groupby
 from typing import TypeAlias
 
-from torchckpt.errors import Fault, called, raise_fault
+from torchckpt.errors import called
 from torchckpt.planning.draw.canvas import CHARACTER, STYLE, TEXT, Axis, Canvas, clipped
 from torchckpt.planning.draw.units import units_of_bytes
 from torchckpt.planning.remat.curve import Label, Run, Span, beside, joined, kinds, runs, spans, spread, thinned
-from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule
+from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, check_paths
 
 __all__ = ["draw_plan"]
 
@@ -65,9 +65,7 @@ def draw_plan(
     Raises:
         ArgumentError: the schedule is none of this dataflow, or there is not one path for each operation.
     """
-    if len(paths) != len(flow.operations):
-        rule = f"there is not one path for each of {len(flow.operations)} operations"
-        raise_fault(Fault(rule, f"{len(paths)} paths", "[op.name for op in flow.operations]"))
+    check_paths(flow, paths)
     plan = _Plan(flow, schedule, budget_bytes)
     canvas = Canvas(_WIDTH)
     finding, facts = plan.finding, f"{clipped(title, _LONGEST_TITLE)}: {plan.facts}"
@@ -81,12 +79,12 @@ def draw_plan(
     return canvas.text(canvas.legend(_entries(plan), _LEFT, y + 26), f"{finding}; {facts}", _STYLE)
 
 
-_Part: TypeAlias = tuple[float, float, float]
-"""A part of a curve: it goes from x to x, at the height y."""
+_Stretch: TypeAlias = tuple[float, float, float]
+"""A stretch of a curve: it goes from x to x, at the height y."""
 
 
 class _Plan:
-    """What is drawn, and its scales."""
+    """A plan as it is drawn, with its scales."""
 
     def __init__(self, flow: Dataflow, schedule: Schedule, budget_bytes: int | None) -> None:
         self.runs, self.eager, self.budget_bytes = runs(flow, schedule), runs(flow, flow.eager), budget_bytes
@@ -156,20 +154,20 @@ def _curves(canvas: Canvas, plan: _Plan) -> None:
         canvas.steps(_under(profile), class_="outline")
 
 
-def _profile(plan: _Plan, every: Sequence[Run]) -> list[_Part]:
+def _profile(plan: _Plan, every: Sequence[Run]) -> list[_Stretch]:
     return [
         (plan.time(group[0].start_seconds), plan.time(group[-1].end_seconds), plan.memory(max(r.bytes for r in group)))
         for group in thinned(every, plan.seconds_of(_FINEST))
     ]
 
 
-def _between(profile: Sequence[_Part], start: float, end: float) -> list[_Part]:
+def _between(profile: Sequence[_Stretch], start: float, end: float) -> list[_Stretch]:
     first = bisect_right(profile, start, key=lambda part: part[1])
     last = bisect_left(profile, end, key=lambda part: part[0])
     return [(max(x, start), min(to, end), y) for x, to, y in profile[first:last]]
 
 
-def _under(profile: Sequence[_Part]) -> list[tuple[float, float]]:
+def _under(profile: Sequence[_Stretch]) -> list[tuple[float, float]]:
     """The corners of the area under a curve."""
     corners = [(profile[0][0], _BOTTOM), *((x, y) for x, _, y in profile)]
     return [*corners, (profile[-1][1], corners[-1][1]), (profile[-1][1], _BOTTOM)]

@@ -20,9 +20,9 @@ def small() -> Dataflow:
 def test_parts_by_hand():
     flow, kinds = small(), {4: "weights", 5: "inputs"}
     assert at_end(flow, kinds) == {"outputs": 1, "weights": 5, "inputs": 7}
-    found = at_peak(flow, flow.eager, kinds)
-    assert found == Breakdown(4, "dx", {"inputs": 7, "weights": 5, "outputs": 1}, 6, 0, 0)
-    assert found.total_bytes == simulate(flow, flow.eager).peak_bytes == 19
+    breakdown = at_peak(flow, flow.eager, kinds)
+    assert breakdown == Breakdown(4, "dx", {"inputs": 7, "weights": 5, "outputs": 1}, 6, 0, 0)
+    assert breakdown.total_bytes == simulate(flow, flow.eager).peak_bytes == 19
 
 
 def test_workspace_and_what_is_kept_are_told_apart():

@@ -16,28 +16,28 @@ from torchckpt.planning.remat.flow.profile import BlockProfile, Profile, profile
 def peaks_by_position(flow: Dataflow, schedule: Schedule) -> list[int]:
     """What the simulator says, the most of each first run and the repeats before it."""
     seen: set[int] = set()
-    found, most = [], 0
+    peaks, most = [], 0
     for index, bytes_ in zip(schedule, simulate(flow, schedule).bytes_during):
         most = max(most, bytes_)
         if index not in seen:
             seen.add(index)
-            found.append(most)
+            peaks.append(most)
             most = 0
-    return found
+    return peaks
 
 
 def disturb(draft: Draft, random: Random, times: int) -> list[tuple[int, int]]:
-    """Add and remove repeats at random; those that are there."""
-    tables, there = draft.tables, [(t, p) for t, repeats in enumerate(draft.repeats) for p in repeats]
+    """Add and remove repeats at random. Returns those that the draft has then."""
+    tables, present = draft.tables, draft.all_repeats()
     for _ in range(times):
-        if there and random.random() < 0.4:
-            draft.remove(*there.pop(random.randrange(len(there))))
+        if present and random.random() < 0.4:
+            draft.remove(*present.pop(random.randrange(len(present))))
         elif (repeated := random.randrange(tables.count)) + 1 < tables.count:
             position = random.randrange(repeated + 1, tables.count)
-            if tables.may_repeat(repeated, position) and (position, repeated) not in there:
-                there.append((position, repeated))
+            if tables.may_repeat(repeated, position) and (position, repeated) not in present:
+                present.append((position, repeated))
                 draft.add(position, repeated)
-    return there
+    return present
 
 
 def during(draft: Draft) -> list[int]:
@@ -80,8 +80,8 @@ def test_going_back_restores_everything(seed: int) -> None:
 def test_the_cost_is_that_of_the_repeats_and_a_trifle_each() -> None:
     flow = random_dag(20, seed=3)
     draft = Draft(Tables(flow))
-    there = disturb(draft, Random(0), 30)
-    assert draft.cost == pytest.approx(sum(flow.operations[p].repeat.seconds for _, p in there), rel=1e-3)
+    repeats = disturb(draft, Random(0), 30)
+    assert draft.cost == pytest.approx(sum(flow.operations[p].repeat.seconds for _, p in repeats), rel=1e-3)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -14,8 +14,8 @@ def simulated(tables, position, repeats, needed_later):
     """By the definition: each step with what it reads, what it writes, and what a later one touches."""
     def touched(step):
         if step == position:
-            held = tables.held if position == tables.forward - 1 else ()
-            return {*tables.first_reads[position], *held}, set(tables.first_writes[position])
+            staying = tables.staying if position == tables.forward - 1 else ()
+            return {*tables.first_reads[position], *staying}, set(tables.first_writes[position])
         return set(tables.repeat_reads[step]), set(tables.repeat_writes[step])
 
     steps = [*repeats, position]

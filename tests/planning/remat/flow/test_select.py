@@ -39,12 +39,12 @@ def residual_chain(blocks: int) -> Dataflow:
 
 
 def names_of_repeats(flow: Dataflow, schedule) -> list[str]:
-    seen, found = set(), []
+    seen, repeats = set(), []
     for index in schedule:
         if index in seen:
-            found.append(flow.operations[index].name)
+            repeats.append(flow.operations[index].name)
         seen.add(index)
-    return found
+    return repeats
 
 
 def peak_megabytes(flow: Dataflow, schedule) -> float:
@@ -116,5 +116,5 @@ def test_of_equal_peaks_the_one_with_less_recomputation_is_taken():
 def test_several_counts_are_no_worse_than_the_square_root_alone(values):
     flow = tanh_chain(values)
     separating = separating_storages(flow)
-    one = evenly(flow, separating, round(values**0.5))
-    assert peak_megabytes(flow, late(flow, every_sqrt(flow, separating))) <= peak_megabytes(flow, late(flow, one))
+    single = evenly(flow, separating, round(values**0.5))
+    assert peak_megabytes(flow, late(flow, every_sqrt(flow, separating))) <= peak_megabytes(flow, late(flow, single))

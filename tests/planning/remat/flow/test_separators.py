@@ -1,12 +1,10 @@
 """Separators: what they are on small graphs, and beside a brute-force twin on random ones."""
 from __future__ import annotations
 
-import doctest
 from random import Random
 
 import pytest
 
-from torchckpt.planning.remat.flow import late as module
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Operation
 from torchckpt.planning.remat.flow.late import separating_storages, separators
 
@@ -31,17 +29,13 @@ def reachable_without(reads: list[list[int]], removed: int) -> set[int]:
 
 def forward(*operations: tuple[tuple[int, ...], tuple[int, ...]], given: int) -> Dataflow:
     """A forward of operations as (reads, writes); storages below ``given`` are given."""
-    made = tuple(Operation(str(index), reads, writes, 1.0) for index, (reads, writes) in enumerate(operations))
+    listed = tuple(Operation(str(index), reads, writes, 1.0) for index, (reads, writes) in enumerate(operations))
     storages = 1 + max(storage for reads, writes in operations for storage in reads + writes)
-    return Dataflow(made, (1,) * storages, len(made), frozenset(range(given)))
-
-
-def test_examples():
-    assert doctest.testmod(module).failed == 0
+    return Dataflow(listed, (1,) * storages, len(listed), frozenset(range(given)))
 
 
 @pytest.mark.parametrize(
-    ("reads", "found"),
+    ("reads", "separating"),
     [
         ([], []),
         ([[]], [0]),
@@ -52,8 +46,8 @@ def test_examples():
     ],
     ids=["empty", "one", "chain", "skip", "diamond", "two skips"],
 )
-def test_separators(reads, found):
-    assert separators(reads) == found
+def test_separators(reads, separating):
+    assert separators(reads) == separating
 
 
 @pytest.mark.parametrize("seed", range(200))

@@ -16,12 +16,12 @@ def little_effort(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("flow", [chain(10), mlp(5), transformer(1)], ids=["chain", "mlp", "transformer"])
 def test_less_memory_takes_more_time_from_eager_to_the_least(flow) -> None:
-    found = frontier(flow, points=8)
-    assert 3 <= len(found) <= 8
-    assert all(a.peak_bytes > b.peak_bytes and a.seconds < b.seconds for a, b in pairwise(found))
-    assert found[0].seconds == pytest.approx(flow.seconds)
-    assert found[0].peak_bytes <= solution(flow, flow.eager).peak_bytes
-    assert found[-1].peak_bytes <= least(flow).peak_bytes
+    solutions = frontier(flow, points=8)
+    assert 3 <= len(solutions) <= 8
+    assert all(a.peak_bytes > b.peak_bytes and a.seconds < b.seconds for a, b in pairwise(solutions))
+    assert solutions[0].seconds == pytest.approx(flow.seconds)
+    assert solutions[0].peak_bytes <= solution(flow, flow.eager).peak_bytes
+    assert solutions[-1].peak_bytes <= least(flow).peak_bytes
 
 
 def test_two_points_are_the_ends() -> None:
@@ -31,6 +31,6 @@ def test_two_points_are_the_ends() -> None:
 
 def test_nothing_recoverable_is_a_point() -> None:
     flow = chain(4)
-    found = frontier(flow, points=5, pinned=frozenset(flow.writer))
-    assert all(one.seconds == pytest.approx(flow.seconds) for one in found)
-    assert len(found) == 1
+    solutions = frontier(flow, points=5, pinned=frozenset(flow.writer))
+    assert all(point.seconds == pytest.approx(flow.seconds) for point in solutions)
+    assert len(solutions) == 1

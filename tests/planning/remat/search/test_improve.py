@@ -37,10 +37,10 @@ def test_the_budget_holds_and_no_single_repeat_more_can_be_spared(name: str) -> 
     for share in (0.0, 0.3, 0.6):
         low, high = peak_bytes(flow, start), peak_bytes(flow, flow.eager)
         budget = int(low + share * max(0, high - low))
-        found = remove_repeats(flow, start, budget)
-        assert peak_bytes(flow, found) <= budget
-        assert solution(flow, found).seconds <= solution(flow, start).seconds
-        assert tuple(remove_repeats(flow, found, budget)) == tuple(found)
+        pruned = remove_repeats(flow, start, budget)
+        assert peak_bytes(flow, pruned) <= budget
+        assert solution(flow, pruned).seconds <= solution(flow, start).seconds
+        assert tuple(remove_repeats(flow, pruned, budget)) == tuple(pruned)
 
 
 def test_over_the_budget_it_stays_as_it_is() -> None:

@@ -26,9 +26,9 @@ def test_gradients_of_weights_come_first() -> None:
     tape = Tape()
     flow = tape.flow(tape.matmul(tape.matmul(tape.input(100), 100, weight_bytes=10), 100, weight_bytes=10))
     orders = (range(3, 7), hoisted(flow)[3:])
-    eager, found = ([flow.operations[index].name for index in order] for order in orders)
+    eager, hoisted_names = ([flow.operations[index].name for index in order] for order in orders)
     assert eager == ["loss_dx", "matmul_dx", "matmul_dw", "matmul_dw"]
-    assert found == ["loss_dx", "matmul_dw", "matmul_dx", "matmul_dw"]
+    assert hoisted_names == ["loss_dx", "matmul_dw", "matmul_dx", "matmul_dw"]
 
 
 @pytest.mark.parametrize("name", FLOWS)

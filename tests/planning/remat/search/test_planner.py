@@ -32,8 +32,8 @@ def eager_peak_bytes(flow: Dataflow) -> int:
     return simulate(flow, flow.eager).peak_bytes
 
 
-def repeats(found: Solution) -> set[int]:
-    return {index for index in found.schedule if found.schedule.count(index) > 1}
+def repeats(plan: Solution) -> set[int]:
+    return {index for index in plan.schedule if plan.schedule.count(index) > 1}
 
 
 @pytest.mark.parametrize("name", FLOWS)
@@ -43,10 +43,10 @@ def test_the_budget_is_met_and_tighter_budgets_are_never_faster_than_no_budget(n
     assert lower_bound_bytes(flow) <= smallest.peak_bytes <= eager_peak_bytes(flow)
     for share in (0.9, 0.7, 0.5):
         budget = max(smallest.peak_bytes, int(share * eager_peak_bytes(flow)))
-        found = fit(flow, budget)
-        assert found.peak_bytes <= budget
-        assert found.peak_bytes == simulate(flow, found.schedule).peak_bytes
-        assert found.seconds >= flow.seconds * (1 - 1e-9)
+        best = fit(flow, budget)
+        assert best.peak_bytes <= budget
+        assert best.peak_bytes == simulate(flow, best.schedule).peak_bytes
+        assert best.seconds >= flow.seconds * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("name", FLOWS)
@@ -67,12 +67,12 @@ def test_the_same_schedule_every_time(name: str) -> None:
 def test_of_a_dozen_operations_no_schedule_is_faster(seed: int, share: float) -> None:
     for flow in (random_flow(seed, 10), random_dag(8, seed)):
         budget = int(share * eager_peak_bytes(flow))
-        best, found = fastest(flow, budget), fit(flow, budget)
+        best, plan = fastest(flow, budget), fit(flow, budget)
         if best is None:
-            assert found.peak_bytes > budget
+            assert plan.peak_bytes > budget
         else:
-            assert found.peak_bytes <= budget
-            assert found.seconds == pytest.approx(best[0])
+            assert plan.peak_bytes <= budget
+            assert plan.seconds == pytest.approx(best[0])
 
 
 def test_within_one_percent_without_the_exact_search(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,10 +89,10 @@ def test_within_one_percent_without_the_exact_search(monkeypatch: pytest.MonkeyP
 def test_what_cannot_fit_comes_as_small_as_found(name: str) -> None:
     flow = FLOWS[name]
     budget = lower_bound_bytes(flow) - 1
-    found = fit(flow, budget)
-    assert found.peak_bytes > budget
-    assert found.peak_bytes < eager_peak_bytes(flow)
-    assert fit(flow, found.peak_bytes).peak_bytes <= found.peak_bytes
+    best = fit(flow, budget)
+    assert best.peak_bytes > budget
+    assert best.peak_bytes < eager_peak_bytes(flow)
+    assert fit(flow, best.peak_bytes).peak_bytes <= best.peak_bytes
 
 
 @pytest.mark.parametrize("name", FLOWS)
@@ -101,8 +101,8 @@ def test_an_operation_that_writes_what_is_pinned_runs_once(name: str) -> None:
     budget = int(0.7 * eager_peak_bytes(flow))
     pinned = frozenset(s for index in repeats(fit(flow, budget)) for s in flow.operations[index].writes[:1])
     pinned = frozenset(sorted(pinned)[::2])
-    for found in (fit(flow, budget, pinned), least(flow, pinned)):
-        assert not {flow.writer[storage] for storage in pinned} & repeats(found)
+    for best in (fit(flow, budget, pinned), least(flow, pinned)):
+        assert not {flow.writer[storage] for storage in pinned} & repeats(best)
 
 
 def test_all_pinned_leaves_the_order_only() -> None:
@@ -113,8 +113,8 @@ def test_all_pinned_leaves_the_order_only() -> None:
 def test_a_dropout_keeps_its_mask_for_the_repeat() -> None:
     flow = transformer(1, dropout=True)
     dropouts = [index for index, operation in enumerate(flow.operations) if operation.name == "dropout"]
-    found = least(flow)
-    assert repeats(found)
+    best = least(flow)
+    assert repeats(best)
     assert all(flow.operations[index].repeatable for index in dropouts)
 
 
@@ -136,17 +136,17 @@ def test_room_for_a_workspace_is_made_in_the_forward() -> None:
         (0, 20, 5, 5), 3, frozenset({0}), frozenset({3}),
     )
     assert simulate(flow, (0, 1, 2)).peak_bytes == 115
-    found = fit(flow, 100)
-    assert found.peak_bytes <= 100
-    assert found.schedule in ((1, 0, 2), (0, 1, 0, 2))
+    best = fit(flow, 100)
+    assert best.peak_bytes <= 100
+    assert best.schedule in ((1, 0, 2), (0, 1, 0, 2))
 
 
 def test_new_values_of_buffers_outlive_the_forward() -> None:
     flow = resnet(3)
     assert flow.forward_results
-    found = least(flow)
-    assert found.peak_bytes < eager_peak_bytes(flow)
-    assert found.peak_bytes == simulate(flow, found.schedule).peak_bytes
+    best = least(flow)
+    assert best.peak_bytes < eager_peak_bytes(flow)
+    assert best.peak_bytes == simulate(flow, best.schedule).peak_bytes
 
 
 def test_a_chain_of_tanh_needs_about_the_square_root() -> None:
@@ -168,5 +168,5 @@ def test_a_weight_gradient_runs_before_that_of_the_input_if_that_makes_room() ->
         (0, x, loss, g, dx, dw, 1), 2, frozenset({0}), frozenset({2, 5, 6}),
     )
     assert simulate(flow, flow.eager).peak_bytes == g + x + dx + dw + loss
-    found = fit(flow, g + x + dw + loss)
-    assert found.schedule == (0, 1, 3, 2, 4)
+    best = fit(flow, g + x + dw + loss)
+    assert best.schedule == (0, 1, 3, 2, 4)

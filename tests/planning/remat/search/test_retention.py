@@ -14,7 +14,7 @@ cp_model = pytest.importorskip("ortools.sat.python.cp_model")
 
 
 def programme(flow: Dataflow, budget_bytes: int, schedule: Schedule | None) -> Retention:
-    return Retention(cp_model.CpModel(), Tables(flow), budget_bytes, None, schedule)
+    return Retention(cp_model.CpModel(), Tables(flow), budget_bytes, schedule)
 
 
 def solved(retention: Retention):
@@ -57,9 +57,9 @@ def test_the_eager_schedule_is_a_solution_at_its_peak_and_not_below(seed):
 @pytest.mark.parametrize("flow", [mlp(4), transformer(1)], ids=["mlp", "transformer"])
 def test_the_cuts_exclude_no_optimum(flow, monkeypatch):
     budget_bytes = simulate(flow, flow.eager).peak_bytes * 3 // 4
-    found = optimum(flow, budget_bytes, workers=1)
+    exact = optimum(flow, budget_bytes, workers=1)
     monkeypatch.setattr(Retention, "_cut", lambda _: None)
-    assert optimum(flow, budget_bytes, workers=1).seconds == pytest.approx(found.seconds)
+    assert optimum(flow, budget_bytes, workers=1).seconds == pytest.approx(exact.seconds)
 
 
 def test_nothing_is_hinted_without_a_schedule():

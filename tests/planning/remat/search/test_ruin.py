@@ -44,15 +44,15 @@ def test_what_is_kept_is_not_dropped() -> None:
 
 @pytest.mark.parametrize("name", FLOWS)
 def test_the_search_is_never_slower_never_over_the_budget_and_always_the_same(name: str) -> None:
-    found = set()
+    costs = set()
     for _ in range(2):
         draft, budget = evicted(name, 0.6)
         cost = draft.cost
         RuinAndRecreate(draft, budget).run(4000)
         assert draft.cost <= cost
         assert draft.peak_bytes <= budget
-        found.add(draft.schedule())
-    assert len(found) == 1
+        costs.add(draft.schedule())
+    assert len(costs) == 1
 
 
 def test_from_what_does_not_fit_the_peak_falls() -> None:

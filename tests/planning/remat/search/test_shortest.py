@@ -20,11 +20,11 @@ def test_it_is_as_fast_as_brute_force(seed: int) -> None:
         for share in (1.0, 0.85, 0.7, 0.55):
             budget = int(share * eager_bytes)
             best = fastest(flow, budget)
-            found = Shortest(Tables(flow), budget, math.inf, 100_000).run()
-            assert (found is None) == (best is None)
-            if found and best:
-                assert solution(flow, found).peak_bytes <= budget
-                assert solution(flow, found).seconds == pytest.approx(best[0])
+            schedule = Shortest(Tables(flow), budget, math.inf, 100_000).run()
+            assert (schedule is None) == (best is None)
+            if schedule and best:
+                assert solution(flow, schedule).peak_bytes <= budget
+                assert solution(flow, schedule).seconds == pytest.approx(best[0])
 
 
 def test_it_gives_up_after_so_many_states_and_beyond_a_cost() -> None:

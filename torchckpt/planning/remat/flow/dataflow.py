@@ -7,10 +7,13 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TypeAlias
 
-__all__ = ["Dataflow", "Operation", "Schedule", "Tables", "first_runs", "repeats", "runs"]
+from torchckpt.errors import Fault, raise_fault
+
+__all__ = ["Dataflow", "Operation", "Schedule", "Tables", "check_paths", "first_runs", "repeats", "runs"]
 
 Schedule: TypeAlias = Sequence[int]
-"""Operations in the order in which they run, by their index in the dataflow; an index may repeat."""
+"""The operations of one traced step in the order in which they run, by their index in the dataflow; an index may
+repeat. (``Schedule`` of :mod:`torchckpt.planning` is that of a pipeline.)"""
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,13 @@ class Dataflow:
         return range(len(self.operations))
 
 
+def check_paths(flow: Dataflow, paths: Sequence[str]) -> None:
+    """Raise unless there is one of ``paths``, those of modules, for each operation."""
+    if len(paths) != len(flow.operations):
+        rule = f"there is not one path for each of {len(flow.operations)} operations"
+        raise_fault(Fault(rule, f"{len(paths)} paths", "[op.name for op in flow.operations]"))
+
+
 def first_runs(schedule: Schedule) -> dict[int, int]:
     """For each operation, the step of ``schedule`` that runs it first."""
     return {schedule[step]: step for step in range(len(schedule) - 1, -1, -1)}
@@ -124,7 +134,7 @@ class Tables:
 
     Everything is indexed by *position*: position p is operation ``order[p]``. Given storages and results are left out.
     In every plan, a result is alive from its first write to the end of the step, so its bytes are in ``floor_bytes``
-    and in the extra bytes of the operation that writes it.
+    and in the extra bytes of the operation that writes it. New values of buffers are ``staying`` to the boundary.
 
     Args:
         pinned: storages that no repeat may write.
@@ -137,7 +147,7 @@ class Tables:
         self.count, self.forward = len(self.order), flow.forward
         self.sizes = flow.sizes_bytes
         self.untracked = flow.given | flow.results
-        self.held = flow.forward_results - self.untracked if self.forward else frozenset()
+        self.staying = flow.forward_results - self.untracked if self.forward else frozenset()
         operations = [flow.operations[index] for index in self.order]
         self.first_reads = [self._tracked(operation.reads) for operation in operations]
         self.first_writes = [self._tracked(operation.writes) for operation in operations]
@@ -154,8 +164,8 @@ class Tables:
             extra + sum(self.sizes[s] for s in touched)
             for extra, touched in zip(self.first_extra_bytes, self.first_touches)
         ]
-        if self.held:
-            untouched = self.held - self.first_touches[self.forward - 1]
+        if self.staying:
+            untouched = self.staying - self.first_touches[self.forward - 1]
             self.plain_bytes[self.forward - 1] += sum(self.sizes[storage] for storage in untouched)
         tie = _TIE * (sum(o.repeat.seconds for o in operations) / max(1, self.count) or 1.0)
         self.repeat_cost = [operation.repeat.seconds + tie for operation in operations]
@@ -165,8 +175,8 @@ class Tables:
             s for position in range(self.count) if self.repeatable[position] for s in self.repeat_writes[position]
         )
         self.gradients = frozenset(s for writes in self.first_writes[self.forward:] for s in writes)
-        self.earliest = [self.forward if self.held & set(writes) else 0 for writes in self.repeat_writes]
-        """For each position, the first at which it may be repeated. A new value of a buffer stays to the boundary."""
+        self.earliest = [self.forward if self.staying & set(writes) else 0 for writes in self.repeat_writes]
+        """For each position, the first at which it may be repeated."""
 
     def may_repeat(self, repeated: int, position: int) -> bool:
         return self.repeatable[repeated] and position >= self.earliest[repeated]

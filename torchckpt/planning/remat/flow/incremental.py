@@ -54,7 +54,7 @@ class Draft:
             for storage in tables.first_reads[position]:
                 self.readers[storage][position] = 1
                 self.touches[storage].append(position)
-        for storage in tables.held:
+        for storage in tables.staying:
             end = tables.forward - 1
             self.readers[storage][end] = self.readers[storage].get(end, 0) + 1
             if end not in self.touches[storage]:

@@ -22,7 +22,7 @@ Region = tuple[str, ...]
 
 
 class Home(NamedTuple):
-    """For a dropped storage: the region in which it is made, and the enclosing region that reads it, else the same."""
+    """The region in which a dropped storage is made, and the enclosing region that reads it, else the same."""
 
     inside: Region
     around: Region
@@ -64,7 +64,8 @@ class _Nest:
     def __init__(
         self, flow: Dataflow, homes: Mapping[int, Home], regions: Sequence[Region], stays: Set[int]
     ) -> None:
-        self._homes, self._held = homes, dict[int, Region]()
+        self._homes = homes
+        self._alive: dict[int, Region] = {}  # by recomputed storage, the region that it is alive for
         self._spans = _spans(regions, range(flow.forward, len(flow.operations)))
         wanted = _needed(flow, stays) if homes else set()
         self._leaving: dict[Region, list[int]] = {}
@@ -74,21 +75,21 @@ class _Nest:
 
     def gone(self, index: int) -> set[int]:
         """The storages that die before the operation at ``index``."""
-        found = {storage for storage, region in self._held.items() if self._ends(storage, region, index)}
-        self._held = {storage: region for storage, region in self._held.items() if storage not in found}
-        return found
+        dying = {storage for storage, region in self._alive.items() if self._ends(storage, region, index)}
+        self._alive = {storage: region for storage, region in self._alive.items() if storage not in dying}
+        return dying
 
     def stay(self, index: int, storages: Iterable[int]) -> set[int]:
         """Those of ``storages``, recomputed for the operation at ``index``, that stay alive after it."""
-        found = set()
+        staying = set()
         for storage in storages:
             inside, around = self._homes.get(storage, ((), ()))
             region = inside if self._is_in(inside, index) or inside == around else around
             if self._is_in(region, index) or (region != inside and self._is_ahead(region, index)):
-                found.add(storage)
+                staying.add(storage)
                 if inside:
-                    self._held[storage] = region
-        return found
+                    self._alive[storage] = region
+        return staying
 
     def beside(self, storage: int, index: int) -> Sequence[int]:
         """All storages that leave the region that makes ``storage``; none if the operation at ``index`` is in it."""
@@ -112,36 +113,36 @@ class _Nest:
 
 def _spans(regions: Sequence[Region], indices: range) -> dict[Region, tuple[int, int]]:
     """For each region, the first and the last of the operations ``indices`` in it."""
-    found: dict[Region, tuple[int, int]] = {}
+    spans: dict[Region, tuple[int, int]] = {}
     for index in indices if regions else ():
         for depth in range(1, len(regions[index]) + 1):
             region = regions[index][:depth]
-            found[region] = found.get(region, (index, index))[0], index
-    return found
+            spans[region] = spans.get(region, (index, index))[0], index
+    return spans
 
 
 def _needed(flow: Dataflow, stays: Set[int]) -> set[int]:
     """The storages that the backward has to recompute: those that it reads, and those that their repeats read."""
     wanted = [storage for operation in flow.operations[flow.forward :] for storage in operation.reads]
-    found = set[int]()
+    needed = set[int]()
     while wanted:
         storage = wanted.pop()
-        if storage not in stays and storage not in found and flow.writer[storage] < flow.forward:
-            found.add(storage)
+        if storage not in stays and storage not in needed and flow.writer[storage] < flow.forward:
+            needed.add(storage)
             wanted.extend(flow.operations[flow.writer[storage]].repeat.reads)
-    return found
+    return needed
 
 
 def _missing(flow: Dataflow, index: int, alive: Set[int], nest: _Nest) -> list[int]:
     """The operations to repeat before ``index`` can run, in the order of the forward."""
-    wanted, found = list(flow.operations[index].reads), set()
+    wanted, missing = list(flow.operations[index].reads), set()
     while wanted:
         storage = wanted.pop()
-        if storage not in alive and (writer := flow.writer[storage]) not in found:
-            found.add(writer)
+        if storage not in alive and (writer := flow.writer[storage]) not in missing:
+            missing.add(writer)
             wanted.extend(flow.operations[writer].repeat.reads)
             wanted.extend(nest.beside(storage, index))
-    return sorted(found)
+    return sorted(missing)
 
 
 def separators(reads: Sequence[Sequence[int]]) -> list[int]:
@@ -163,12 +164,12 @@ def separators(reads: Sequence[Sequence[int]]) -> list[int]:
     for node, before in enumerate(reads):
         for read in before:
             last_reader[read] = node
-    found, reached = [], -1
+    separating, reached = [], -1
     for node, last in enumerate(last_reader):
         if reached <= node:
-            found.append(node)
+            separating.append(node)
         reached = max(reached, last)
-    return found
+    return separating
 
 
 def separating_storages(flow: Dataflow, shared: Set[int] = frozenset()) -> list[int]:

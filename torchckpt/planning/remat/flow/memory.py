@@ -12,6 +12,7 @@ from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, first_run
 
 __all__ = ["Breakdown", "Memory", "Residence", "at_end", "at_peak", "lower_bound_bytes", "residences", "simulate"]
 
+
 class Residence(NamedTuple):
     """One copy of a storage: alive from the step that writes it through its last use, both included."""
 
@@ -22,10 +23,10 @@ class Residence(NamedTuple):
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes alive during each step of a schedule, above what is given.
+    """The memory of a traced step: bytes alive during each step of a schedule, above what is given.
 
-    ``boundary`` is the number of steps of the forward; ``saved`` are the storages that cross it because the backward
-    reads them, in ascending order.
+    ``boundary`` is the number of steps up to the last first run of the forward; ``saved`` are the storages that cross
+    it because the backward reads them, in ascending order.
     """
 
     bytes_during: tuple[int, ...]
@@ -48,7 +49,8 @@ def simulate(flow: Dataflow, schedule: Schedule) -> Memory:
         ArgumentError: the schedule does not fit the dataflow: an operation is missing, reads a storage that is not
             alive, is repeated although it must run once, or starts the backward before the forward has ended.
     """
-    boundary = _boundary(flow, schedule)
+    firsts = first_runs(schedule)
+    boundary = 1 + max((firsts.get(index, -1) for index in range(flow.forward)), default=-1)
     changes = [0] * (len(schedule) + 1)
     crossing = set()
     for copy in residences(flow, schedule, boundary):
@@ -100,24 +102,18 @@ def lower_bound_bytes(flow: Dataflow) -> int:
     return bound
 
 
-def _boundary(flow: Dataflow, schedule: Schedule) -> int:
-    """The number of steps up to the last first run of an operation of the forward."""
-    firsts = first_runs(schedule)
-    return 1 + max((firsts.get(index, -1) for index in range(flow.forward)), default=-1)
-
-
 def _check(
     flow: Dataflow, schedule: Schedule, firsts: dict[int, int], boundary: int, unwritten: dict[int, int]
 ) -> None:
     operations, twice = flow.operations, repeats(schedule)
-    for what, found in (
+    for what, wrong in (
         ("does not run every operation", [index for index in flow.eager if index not in firsts]),
         ("runs an operation twice that is not repeatable", [i for i in twice if not operations[i].repeatable]),
         ("starts the backward before the forward ends", [i for i in schedule[:boundary] if i >= flow.forward]),
         ("reads a storage before it is written", [schedule[step] for step in unwritten.values() if step >= 0]),
     ):
-        if found:
-            received = f"the operation {operations[found[0]].name}"
+        if wrong:
+            received = f"the operation {operations[wrong[0]].name}"
             raise_fault(Fault(f"the schedule {what}", received, "schedule=flow.eager"))
 
 

@@ -116,7 +116,7 @@ class PositionMemory:
         self._uses: dict[int, list[int]] = {}
         self._needed_later: set[int] = set()
         reads, writes = tables.first_reads[position], tables.first_writes[position]
-        for storage in (*reads, *(tables.held if position == tables.forward - 1 else ())):
+        for storage in (*reads, *(tables.staying if position == tables.forward - 1 else ())):
             self._use(storage, position, True)
         for storage in writes:
             self._use(storage, position, True, writes=True)

@@ -191,39 +191,35 @@ class Eviction:
         self.draft.work += 1
         if end < tables.earliest[writer]:
             return None
-        found, cost, gain = [writer], tables.repeat_cost[writer], self._gain(writer, end, position)
+        repeats, cost, gain = [writer], tables.repeat_cost[writer], self._gain(writer, end, position)
         if gain <= 0:  # all its storages are empty
             return None
         power = self.scoring.size
         value = (end - self.draft.before(storage, end)) ** self.scoring.length
         if self.scoring.noise:
             value *= self.scoring.noise(storage)
-        held: dict[int, float] = {}
-        net = gain - self._hold(writer, end, position, held, found)
+        prices: dict[int, float] = {}  # by storage that repeats keep alive, the seconds a byte of recomputing it
+        net = gain - self._keep_alive(writer, end, position, prices, repeats)
         best, number = 1e300, 0
         while True:
             if net > 0 and cost / (net ** power * value) < best:
-                best, number = cost / (net ** power * value), len(found)
-            if not held or len(found) >= _LONGEST or cost / (gain ** power * value) >= best:
+                best, number = cost / (net ** power * value), len(repeats)
+            if not prices or len(repeats) >= _LONGEST or cost / (gain ** power * value) >= best:
                 break
-            victim = min(held, key=held.__getitem__)
-            if held[victim] == math.inf:
+            victim = min(prices, key=prices.__getitem__)
+            if prices[victim] == math.inf:
                 break
             repeated = tables.writer[victim]
             cost += self._price(victim, repeated, end)
-            found.append(repeated)
+            repeats.append(repeated)
             for output in tables.repeat_writes[repeated]:
-                if held.pop(output, None) is not None:
+                if prices.pop(output, None) is not None:
                     net += tables.sizes[output]
-            net -= self._hold(repeated, end, position, held, found)
-        return (best, tuple(found[:number])) if number else None
+            net -= self._keep_alive(repeated, end, position, prices, repeats)
+        return (best, tuple(repeats[:number])) if number else None
 
-    def _hold(self, repeated: int, end: int, position: int, held: dict[int, float], found: list[int]) -> int:
-        """Add to ``held`` the storages that a repeat at ``end`` keeps alive across ``position``.
-
-        Returns:
-            their bytes.
-        """
+    def _keep_alive(self, repeated: int, end: int, position: int, prices: dict[int, float], repeats: list[int]) -> int:
+        """Add to ``prices`` what a repeat at ``end`` keeps alive across ``position``. Returns the bytes of that."""
         tables, more = self.tables, 0
         for storage in tables.repeat_reads[repeated]:
             touches = self.draft.touches[storage]
@@ -231,12 +227,12 @@ class Eviction:
             if index < len(touches) and (touches[index] == end or touches[index] not in self.draft.births[storage]):
                 continue
             writer = tables.writer[storage]
-            if storage in held or writer in found or touches[index - 1] >= position:
+            if storage in prices or writer in repeats or touches[index - 1] >= position:
                 continue
             size = tables.sizes[storage]
             more += size
             may = storage in tables.recoverable and storage not in self.kept and end >= tables.earliest[writer]
-            held[storage] = tables.repeat_cost[writer] / size if may and size else math.inf
+            prices[storage] = tables.repeat_cost[writer] / size if may and size else math.inf
         return more
 
     def _gain(self, writer: int, end: int, position: int) -> int:
@@ -271,7 +267,7 @@ class Eviction:
         A storage that is alive before ``position`` is repeated at it; one that is alive after it, at its next use.
         """
         tables, draft = self.tables, self.draft
-        found: set[tuple[int, int]] = set()
+        places: set[tuple[int, int]] = set()
         touched = set(tables.first_touches[position])
         for repeated in draft.repeats[position]:
             touched.update(tables.repeat_reads[repeated], tables.repeat_writes[repeated])
@@ -279,9 +275,9 @@ class Eviction:
             repeated, touches = tables.writer[storage], draft.touches[storage]
             index = bisect_left(touches, position + 1)
             if index < len(touches) and touches[index] not in draft.births[storage]:
-                found.add((touches[index], repeated))
+                places.add((touches[index], repeated))
             if position not in draft.births[storage]:
-                found.add((position, repeated))
-        allowed = [(t, p) for t, p in found if t >= tables.earliest[p] and p not in draft.repeats[t]]
+                places.add((position, repeated))
+        allowed = [(t, p) for t, p in places if t >= tables.earliest[p] and p not in draft.repeats[t]]
         sizes = {p: sum(tables.sizes[storage] for storage in tables.repeat_writes[p]) or 1e-9 for _, p in allowed}
         return sorted(allowed, key=lambda repeat: (tables.repeat_cost[repeat[1]] / sizes[repeat[1]], repeat))

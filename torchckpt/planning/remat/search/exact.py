@@ -72,7 +72,6 @@ def optimum(
     time_limit_seconds: float = 60.0,
     workers: int = 2,
     hint: Schedule | None = None,
-    most_repeats: int | None = None,
     pinned: Set[int] = frozenset(),
 ) -> Exact:
     """The fastest schedule whose peak, as :func:`simulate` counts it, is at most ``budget_bytes``.
@@ -89,7 +88,6 @@ def optimum(
         workers: threads of the solver. With one, equal calls return equal schedules, unless time runs out. Default: 2.
         hint: a schedule to start from, such as the planner's, which also gives the order of first runs. If it fits and
             nothing faster is found, it is returned. Default: no schedule, and the eager order.
-        most_repeats: the most repeats of one operation. Default: any number.
         pinned: storages that no repeat may write. Default: none.
 
     Example:
@@ -120,7 +118,7 @@ def optimum(
     order = list(flow.eager if hint is None else dict.fromkeys(hint))
     tables = Tables(flow, pinned, order)
     model = cp_model.CpModel()
-    programme = Retention(model, tables, budget_bytes, most_repeats, hinted)
+    programme = Retention(model, tables, budget_bytes, hinted)
     costs = [flow.operations[index].repeat.seconds for index in order]
     unit = _measure(costs, flow.seconds)
     whole = [math.floor(seconds / unit * (1 + 1e-12)) for seconds in costs]
@@ -131,12 +129,12 @@ def optimum(
     # The bound comes from the linear relaxation: the solver's usual choice for two workers makes little of it.
     solver.parameters.subsolvers.append("max_lp")
     status = solver.solve(model)
-    found = [] if hinted is None else [hinted]
+    schedules = [] if hinted is None else [hinted]
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        found.append(_verified(flow, budget_bytes, programme.schedule(solver)))
-    if not found:
+        schedules.append(_verified(flow, budget_bytes, programme.schedule(solver)))
+    if not schedules:
         raise _nothing(flow, budget_bytes, time_limit_seconds, status == cp_model.INFEASIBLE)
-    timed = [(sum(operation.seconds for operation in runs(flow, schedule)), schedule) for schedule in found]
+    timed = [(sum(operation.seconds for operation in runs(flow, schedule)), schedule) for schedule in schedules]
     seconds, best = min(timed, key=lambda pair: pair[0])
     bound = flow.seconds + max(0.0, solver.best_objective_bound * unit)
     return Exact(best, seconds, min(bound, seconds), status == cp_model.OPTIMAL)
@@ -172,13 +170,10 @@ class Retention:
 
     Args:
         model: an empty model, which gets variables and constraints, but no objective.
-        most_repeats: the most repeats of one operation; None for any number.
         hint: a schedule that meets the constraints, from which the solver starts.
     """
 
-    def __init__(
-        self, model: CpModel, tables: Tables, budget_bytes: int, most_repeats: int | None, hint: Schedule | None
-    ) -> None:
+    def __init__(self, model: CpModel, tables: Tables, budget_bytes: int, hint: Schedule | None) -> None:
         self.model, self.tables, self.budget_bytes = model, tables, budget_bytes
         self.hinted: dict[int, bool] | None = None if hint is None else {}
         hinted, waiting = _trace(tables, hint or ())
@@ -193,20 +188,14 @@ class Retention:
         self.waits = {
             (position, storage): self._flag(storage in waiting[position])
             for storage, writer in tables.writer.items()
-            for position in range(writer + 1, max(self._last_use(storage, useful), self._held_until(storage)) + 1)
+            for position in range(writer + 1, max(self._last_use(storage, useful), self._stays_until(storage)) + 1)
         }
         for (position, storage), flag in self.waits.items():
-            if position <= self._held_until(storage):
+            if position <= self._stays_until(storage):
                 model.add(flag == 1)
         self._provide()
         self._fit()
         self._cut()
-        if most_repeats is not None:
-            flags: dict[int, list[IntVar]] = defaultdict(list)
-            for (_, repeated), flag in self.repeats.items():
-                flags[repeated].append(flag)
-            for of_operation in flags.values():
-                model.add(sum(of_operation) <= most_repeats)
 
     def schedule(self, solver: CpSolver) -> Schedule:
         order = self.tables.order
@@ -250,20 +239,20 @@ class Retention:
         repeated = (useful[position] for position in self.repeat_readers[storage])
         return max((*self.first_readers[storage], *repeated), default=-1)
 
-    def _held_until(self, storage: int) -> int:
-        return self.tables.forward - 1 if storage in self.tables.held else -1
+    def _stays_until(self, storage: int) -> int:
+        return self.tables.forward - 1 if storage in self.tables.staying else -1
 
     # constraints
 
     def _present(self, storage: int, position: int) -> list[_Literal]:
         """The literals one of which is true if runs at ``position`` can read ``storage``: it waits, or is written."""
         writer = self.tables.writer[storage]
-        found: list[_Literal] = [True] if writer == position else []
+        present: list[_Literal] = [True] if writer == position else []
         if (position, storage) in self.waits:
-            found.append(self.waits[position, storage])
+            present.append(self.waits[position, storage])
         if (position, writer) in self.repeats and storage in self.tables.repeat_writes[writer]:
-            found.append(self.repeats[position, writer])
-        return found
+            present.append(self.repeats[position, writer])
+        return present
 
     def _provide(self) -> None:
         tables = self.tables
@@ -302,7 +291,7 @@ class Retention:
     def _alive(self, storage: int, position: int, runs: list[int]) -> Iterator[tuple[int, _Literal]]:
         """For each run that may be at ``position``, the last first, what it runs, and whether ``storage`` is alive."""
         tables, writer = self.tables, self.tables.writer[storage]
-        alive: _Literal = position == self._held_until(storage) or self.waits.get((position + 1, storage), False)
+        alive: _Literal = position == self._stays_until(storage) or self.waits.get((position + 1, storage), False)
         for repeated in reversed(runs):
             if repeated < writer:
                 alive = self.waits.get((position, storage), False)
@@ -362,6 +351,6 @@ def _trace(tables: Tables, schedule: Schedule) -> tuple[list[set[int]], list[set
         wanted = wanted.difference(tables.first_writes[position]).union(tables.first_reads[position])
         for repeated in sorted(repeats[position], reverse=True):
             wanted = wanted.difference(tables.repeat_writes[repeated]).union(tables.repeat_reads[repeated])
-        held = {v for v in tables.held if tables.writer[v] < position < tables.forward}
-        waiting[position] = wanted | held
+        staying = {v for v in tables.staying if tables.writer[v] < position < tables.forward}
+        waiting[position] = wanted | staying
     return repeats, waiting

@@ -35,8 +35,8 @@ def remove_repeats(flow: Dataflow, schedule: Schedule, budget_bytes: int) -> Sch
         return schedule
     while prune(draft, budget_bytes):
         pass
-    found = draft.schedule()
-    return found if len(found) < len(schedule) else schedule
+    pruned = draft.schedule()
+    return pruned if len(pruned) < len(schedule) else schedule
 
 
 def draft_of(flow: Dataflow, schedule: Schedule, pinned: Set[int] = frozenset()) -> Draft:
@@ -172,12 +172,12 @@ def transplanted(draft: Draft, order: list[int], tables: Tables) -> Draft:
     """``draft`` with its first runs in another order; repeats stay before the first runs that they are made for."""
     place = {index: position for position, index in enumerate(order)}
     places = [place[index] for index in draft.tables.order]
-    found = Draft(tables)
+    other = Draft(tables)
     for position, repeats in zip(places, draft.repeats):
         for repeated in (places[old] for old in repeats):
             if position > repeated and tables.may_repeat(repeated, position):
-                found.add(position, repeated)
-    return found
+                other.add(position, repeated)
+    return other
 
 
 def moved(flow: Dataflow, order: list[int]) -> Iterator[list[int]]:

@@ -82,20 +82,20 @@ def fit(
     eager = solution(flow, flow.eager)
     if eager.peak_bytes <= budget_bytes:
         return eager
-    found = _search(flow, budget_bytes, pinned, tell)
-    return found if found.peak_bytes <= budget_bytes else _lowest(flow, found, pinned, tell)
+    best = _search(flow, budget_bytes, pinned, tell)
+    return best if best.peak_bytes <= budget_bytes else _lowest(flow, best, pinned, tell)
 
 
-def _lowest(flow: Dataflow, found: Solution, pinned: Set[int], tell: Callable[[str], None]) -> Solution:
+def _lowest(flow: Dataflow, best: Solution, pinned: Set[int], tell: Callable[[str], None]) -> Solution:
     """A schedule of low peak, to return if none fits the budget. A search with that peak as its budget finds one, too.
 
     This is not a matter of course: a search may miss a schedule that a search with a smaller budget has found.
     """
     low = _search(flow, lower_bound_bytes(flow), pinned, lambda what: tell(f"least memory, {what}"))
-    if low.peak_bytes <= found.peak_bytes:
+    if low.peak_bytes <= best.peak_bytes:
         return low
-    again = _search(flow, found.peak_bytes, pinned, lambda what: tell(f"least memory again, {what}"))
-    return found if again.peak_bytes <= found.peak_bytes else low
+    again = _search(flow, best.peak_bytes, pinned, lambda what: tell(f"least memory again, {what}"))
+    return best if again.peak_bytes <= best.peak_bytes else low
 
 
 def least(flow: Dataflow, pinned: Set[int] = frozenset()) -> Solution:
@@ -103,9 +103,9 @@ def least(flow: Dataflow, pinned: Set[int] = frozenset()) -> Solution:
     low, best, key = lower_bound_bytes(flow), solution(flow, flow.eager), attrgetter("peak_bytes", "seconds")
     while low < best.peak_bytes * 0.99:
         middle = (low + best.peak_bytes) // 2
-        found = _first(flow, middle, pinned)
-        best = min(best, found, key=key)
-        if found.peak_bytes > middle:
+        first = _first(flow, middle, pinned)
+        best = min(best, first, key=key)
+        if first.peak_bytes > middle:
             low = middle + 1
     best = min(best, _search(flow, int(0.97 * best.peak_bytes), pinned), key=key)
     return min(best, _search(flow, best.peak_bytes, pinned), key=key)
@@ -131,20 +131,20 @@ def frontier(
     for number, budget in enumerate(budgets, start=1):
         tell(f"budget {number} of {2 * len(budgets)}")
         down.append(_near(flow, budget, down[-1], pinned))
-    for number, (budget, found) in enumerate(zip(reversed(budgets), reversed(down)), start=len(budgets) + 1):
+    for number, (budget, before) in enumerate(zip(reversed(budgets), reversed(down)), start=len(budgets) + 1):
         tell(f"budget {number} of {2 * len(budgets)}")
         more = _near(flow, budget, up[-1], pinned)
-        up.append(min(found, more, key=lambda point: (max(point.peak_bytes, budget), point.seconds)))
+        up.append(min(before, more, key=lambda point: (max(point.peak_bytes, budget), point.seconds)))
     return _undominated([eager, *up])
 
 
 def _undominated(solutions: list[Solution]) -> list[Solution]:
     """The solutions that no other solution beats in both peak and seconds, by falling peak."""
-    found: list[Solution] = []
+    best: list[Solution] = []
     for point in sorted(solutions, key=attrgetter("seconds", "peak_bytes")):
-        if not found or (point.peak_bytes < found[-1].peak_bytes and point.seconds > found[-1].seconds):
-            found.append(point)
-    return found
+        if not best or (point.peak_bytes < best[-1].peak_bytes and point.seconds > best[-1].seconds):
+            best.append(point)
+    return best
 
 
 def solution(flow: Dataflow, schedule: Schedule) -> Solution:
@@ -180,8 +180,8 @@ def _search(
     flow: Dataflow, budget_bytes: int, pinned: Set[int], tell: Callable[[str], None] = _silent
 ) -> Solution:
     tables, key = Tables(flow, pinned), _key_within(budget_bytes)
-    found = sorted(_told(_candidates(tables, budget_bytes, pinned), "eviction", tell), key=key)
-    best = found[0]
+    drafts = sorted(_told(_candidates(tables, budget_bytes, pinned), "eviction", tell), key=key)
+    best = drafts[0]
     if tables.count <= _TINY:
         most = best.cost if best.peak_bytes <= budget_bytes else math.inf
         shortest = Shortest(tables, budget_bytes, most, _TINY_STATES).run()
@@ -189,11 +189,11 @@ def _search(
             return solution(flow, shortest or best.schedule())
     if tables.count > _LARGE:
         return solution(flow, best.schedule())
-    found = sorted([*found, *_told(_reordered(best, budget_bytes, pinned), "order", tell)], key=key)
+    drafts = sorted([*drafts, *_told(_reordered(best, budget_bytes, pinned), "order", tell)], key=key)
     work = _SEARCH_WORK // max(tables.count, 150)
-    for draft in _told(found[:_STARTS], f"search, of {_STARTS + 1} number", tell):
+    for draft in _told(drafts[:_STARTS], f"search, of {_STARTS + 1} number", tell):
         RuinAndRecreate(draft, budget_bytes).run(work // _STARTS // 2)
-    best = min(found[:_STARTS], key=key)
+    best = min(drafts[:_STARTS], key=key)
     tell(f"search, of {_STARTS + 1} number {_STARTS + 1}")
     return solution(flow, _searched(best, budget_bytes, pinned, work // 2))
 
@@ -201,8 +201,8 @@ def _search(
 def _near(flow: Dataflow, budget_bytes: int, start: Solution, pinned: Set[int]) -> Solution:
     """The result of :func:`fit` with less effort, but also from ``start``, the solution for a similar budget."""
     started = _evicted(draft_of(flow, start.schedule, pinned), budget_bytes)
-    found = [started, *_candidates(Tables(flow, pinned), budget_bytes, pinned, _SCORINGS[:2])]
-    best, count = min(found, key=_key_within(budget_bytes)), len(flow.operations)
+    drafts = [started, *_candidates(Tables(flow, pinned), budget_bytes, pinned, _SCORINGS[:2])]
+    best, count = min(drafts, key=_key_within(budget_bytes)), len(flow.operations)
     if count <= _LARGE:
         RuinAndRecreate(best, budget_bytes).run(_SEARCH_WORK // max(count, 150) // 4)
     return solution(flow, best.schedule())

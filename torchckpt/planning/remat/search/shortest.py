@@ -26,7 +26,7 @@ class Shortest:
         self.most_cost, self.most_states = most_cost, most_states
         self.forward = (1 << tables.forward) - 1
         self.all = (1 << tables.count) - 1
-        self.held = _mask(tables.held)
+        self.staying = _mask(tables.staying)
         self.first = [(_mask(r), _mask(w)) for r, w in zip(tables.first_reads, tables.first_writes)]
         self.again = [(_mask(r), _mask(w)) for r, w in zip(tables.repeat_reads, tables.repeat_writes)]
         self.results = [extra - tables.flow.operations[index].workspace_bytes
@@ -70,9 +70,9 @@ class Shortest:
         if reads & ~alive or not (self._may_repeat if again else self._may_start)(done, position):
             return
         extra = (tables.repeat_extra_bytes if again else tables.first_extra_bytes)[position]
-        held = 0 if done & self.forward == self.forward else self.held
+        staying = 0 if done & self.forward == self.forward else self.staying
         after = done | 1 << position
-        for left in self._fitting(alive | writes, reads | writes | held, extra + self._results(done)):
+        for left in self._fitting(alive | writes, reads | writes | staying, extra + self._results(done)):
             yield left & self._useful(after)
 
     def _may_start(self, done: int, position: int) -> bool:
@@ -91,12 +91,12 @@ class Shortest:
             yield alive
             return
         loose = [1 << bit for bit in range(alive.bit_length()) if (alive & ~fixed) >> bit & 1]
-        found: list[int] = []
+        tried: list[int] = []
         for number in range(1, len(loose) + 1):
             for chosen in combinations(loose, number):
                 dropped = sum(chosen)
-                if self._size(dropped) >= over and not any(not less & ~dropped for less in found):
-                    found.append(dropped)
+                if self._size(dropped) >= over and not any(not less & ~dropped for less in tried):
+                    tried.append(dropped)
                     yield alive & ~dropped
 
     def _results(self, done: int) -> int:
@@ -111,16 +111,16 @@ class Shortest:
     def _useful(self, done: int) -> int:
         """The storages that are read by an operation that has yet to run, or by a repeat for it."""
         if done not in self.useful:
-            found = 0 if done & self.forward == self.forward else self.held
+            useful = 0 if done & self.forward == self.forward else self.staying
             wanted = [s for p, reads in enumerate(self.tables.first_reads) if not done >> p & 1 for s in reads]
             while wanted:
                 storage = wanted.pop()
-                if not found >> storage & 1:
-                    found |= 1 << storage
+                if not useful >> storage & 1:
+                    useful |= 1 << storage
                     writer = self.tables.writer[storage]
                     if done >> writer & 1 and storage in self.tables.recoverable:
                         wanted.extend(self.tables.repeat_reads[writer])
-            self.useful[done] = found
+            self.useful[done] = useful
         return self.useful[done]
 
 
