@@ -87,6 +87,7 @@ def _event(call: ast.Call) -> str:
 CALLS: dict[str, tuple[str, _Without]] = {
     "wait": ("wait", _wait),
     "_wait": ("wait", _always("None")),
+    "hold": ("wait", _always("None")),
     "wait_event": ("wait", _always("None")),
     "wait_stream": ("wait", _always("None")),
     "wait_before_using": ("wait", _always("None")),

@@ -157,6 +157,17 @@ def test_5_a_backward_waits_for_what_it_reads(sim, compute, copies, is_late):
     scene.assert_right(gradient)
 
 
+def test_waits_that_are_noted_are_waits(sim, compute, copies, monkeypatch):
+    monkeypatch.setattr(copies, "waits", [])
+    scene = Scene().away()
+    sim.synchronize()
+    with sim.held(copies._back):
+        gradient = scene.backward()
+        in_time(compute)
+    scene.assert_right(gradient)
+    assert len(copies.waits) == 2  # for its release, and for its backward
+
+
 def test_5_each_backward_of_a_kept_graph_waits(sim, copies):
     scene = Scene().away()
     sim.synchronize()

@@ -9,8 +9,9 @@ from torch.nn import functional as F
 import torchckpt
 from tests.helpers import leaf
 from tests.regions.moved.calls import let_cpu_move, sizes
+from torchckpt.regions.moved import copies as copies_module
 from torchckpt.regions.moved import region as regions
-from torchckpt.regions.moved.copies import copies_of
+from torchckpt.regions.moved.copies import copies_of, goes_from
 from torchckpt.regions.moved.region import Moved
 from torchckpt.regions.moved.slot import stays
 
@@ -293,6 +294,13 @@ def test_a_fake_tensor_stays():
 
     with FakeTensorMode():
         assert stays(torch.ones(4), 1)
+
+
+def test_tensors_of_a_device_that_shares_the_memory_of_the_host_stay(monkeypatch):
+    for kind, goes in ("mps", False), ("cuda", True), (None, False):
+        monkeypatch.setattr(copies_module, "accelerator_type", lambda kind=kind: kind)
+        assert goes_from(torch.device(kind or "cuda")) == goes
+    assert not goes_from(torch.device("cpu"))
 
 
 @pytest.mark.accelerator

@@ -34,8 +34,8 @@ _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def goes_from(device: torch.device) -> bool:
-    """Whether tensors of ``device`` go to the host. From the CPU nothing would be gained; tests let them go."""
-    return device.type == accelerator_type()
+    """Whether tensors of ``device`` go to the host. MPS shares its memory, and so does the CPU."""
+    return device.type == accelerator_type() != "mps"
 
 
 class Bytes:
