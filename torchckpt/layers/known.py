@@ -110,11 +110,15 @@ class KnownStep(Followed[LayersPlan]):
     def script(self) -> list[Foreseen | None]:
         """What is foreseen of each call; None for the first and the last one of each call of the model."""
         kept = frozenset() if self.plan is None else self.plan.kept
-        starts = [bool(call[0]) for call in self.key]
         if self.plan is not None and self.plan.away:
             return []
-        inside = [not (start or end) for start, end in zip(starts, [*starts[1:], True])]
-        return [Foreseen.of(call, place in kept) if inside[place] else None for place, call in enumerate(self.key)]
+        starts = [bool(model) for model, *_ in self.key]
+        script: list[Foreseen | None] = []
+        for place, (starts_here, ends_here) in enumerate(zip(starts, [*starts[1:], True])):
+            _, layer, _, shapes = self.key[place]
+            shape = next((shape[:-3] for shape in shapes if isinstance(shape, tuple)), None)
+            script.append(None if starts_here or ends_here else Foreseen(layer, shape, place in kept))
+        return script
 
     def follow(self, plan: LayersPlan) -> None:
         super().follow(plan)

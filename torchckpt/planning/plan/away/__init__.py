@@ -1,10 +1,88 @@
-"""Plans that send blocks to a host.
+"""Away: plans that also send blocks to a host, and their bound.
 
-    search            how many blocks of each rank go, how many are recomputed
-    moves             where they leave and come back
-    bound             what no plan goes below
+    bound             no such plan is shorter
+    search            the choices of all ranks
+    simulator         a step, or one rank of it
+    recipe            a few numbers that give the choices of a rank
+    rank              what a rank does at each boundary
+    outlook           what it can expect
+    work              what stages take
 """
-from torchckpt.planning.plan.away.bound import bound_seconds
-from torchckpt.planning.plan.away.search import AwayPlan, offload_only, planned_away
+from __future__ import annotations
 
-__all__ = ["AwayPlan", "bound_seconds", "offload_only", "planned_away"]
+import math
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from torchckpt.planning.order.schedule import Action, Schedule, Visit
+from torchckpt.planning.plan.away.bound import bound_seconds
+from torchckpt.planning.plan.away.rank import Rank
+from torchckpt.planning.plan.away.search import Candidate, Search
+from torchckpt.planning.plan.away.simulator import Simulator
+from torchckpt.planning.plan.problem import Problem
+from torchckpt.planning.plan.search.lane import KINDS, Lane
+from torchckpt.planning.work.choice import Choice
+from torchckpt.planning.work.move import Boundary, Move
+
+__all__ = ["Away", "bound_seconds", "offload_only", "planned_away"]
+
+
+class Away(NamedTuple):
+    """A plan with a host."""
+
+    schedule: Schedule
+    choices: dict[Visit, Choice]
+    moves: tuple[Move, ...]
+
+
+def planned_away(problem: Problem) -> Away | None:
+    """The shortest plan with a host that is found; None if none fits."""
+    assert problem.host is not None
+    search = Search(Simulator(problem, problem.host), problem.host_bytes, bound_seconds(problem), drops=True)
+    starts, alone = search.starts(), _offloading(problem)
+    starts = sorted([*starts, *([alone] if alone else [])], key=lambda candidate: candidate.step.key)
+    return _away(problem, search.best(starts).step.ranks) if starts else None
+
+
+def offload_only(problem: Problem) -> float:
+    """The seconds of the shortest plan that is found in which nothing is recomputed; infinite if none fits."""
+    candidate = _offloading(problem)
+    return candidate.step.key[0] if candidate else math.inf
+
+
+@lru_cache(maxsize=1)
+def _offloading(problem: Problem) -> Candidate | None:
+    assert problem.host is not None
+    search = Search(Simulator(problem, problem.host), problem.host_bytes, bound_seconds(problem), drops=False)
+    return min(search.starts(), key=lambda candidate: candidate.step.key, default=None)
+
+
+def _away(problem: Problem, ranks: list[Rank]) -> Away:
+    rows: list[tuple[Action, ...]] = []
+    choices: dict[Visit, Choice] = {}
+    moves: list[Move] = []
+    for lane, rank in zip(problem.lanes, ranks):
+        visits = ((KINDS[kind], *lane.visits[visit]) for kind, visit, _ in rank.order)
+        rows.append(tuple(Action(stage, kind, micro_batch) for kind, stage, micro_batch in visits))
+        choices |= {lane.visits[visit]: _choice(rank, visit) for visit in range(len(lane.visits))}
+        moves += _moves(lane, rank)
+    return Away(replace(problem.schedule, ranks=tuple(rows)), choices, tuple(moves))
+
+
+def _choice(rank: Rank, visit: int) -> Choice:
+    work, away = rank.works[visit], rank.away[visit]
+    dropped = [block for block in range(away, away + rank.dropped[visit]) if work.freed[block]]
+    late = [block for block in dropped if block < away + rank.dropped[visit] - rank.early[visit]]
+    gone = [block for block in range(away) if work.moved[block]]
+    kept = [block for block in range(work.blocks) if block not in dropped and block not in gone]
+    return Choice(tuple(kept), tuple(dropped[len(late) :]), tuple(late), tuple(gone))
+
+
+def _moves(lane: Lane, rank: Rank) -> list[Move]:
+    releases = {(visit, block): Boundary(*at) for visit, block, *at in rank.released}
+    return [
+        Move(*lane.visits[visit], block, releases[visit, block], Boundary(*at))
+        for visit, block, *at in rank.issued
+        if rank.works[visit].moved[block]
+    ]

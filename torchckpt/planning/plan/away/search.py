@@ -1,147 +1,230 @@
-"""Plans that send blocks to a host: the same first blocks of each visit of a rank, as many as pay.
+"""Search: the choices of all ranks with which a step with a host is short.
 
-Where a copy ends, by the times of a step like it, its bytes are released; where it has to begin to be back in time, it
-is issued. The bytes of a rank follow from its own order. So for each rank and each number of blocks that go, the fewest
-that have to be recomputed beside them are found first; then the ranks are tried in turn, by the seconds of the step.
-The times of the best step place the copies of the next round.
+First the ranks are tuned in turn, each amid the messages of a step in which the ranks before it have their choices, and
+those after it have no budget. A rank alone takes a fraction of the time of a step, so many recipes are tried. Then the
+best few steps are changed: the blocks that go or are dropped of a stretch of visits, or a habit of a rank, most often
+on the critical path. What does not help its rank alone is not simulated as a whole.
 """
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from itertools import chain
-from typing import NamedTuple
+from random import Random
+from typing import Any, NamedTuple
 
-from torchckpt.planning.order.schedule import Kind, Schedule, Visit
-from torchckpt.planning.plan.away.moves import ROUNDING, Moves, Times, enough
-from torchckpt.planning.plan.problem import Problem
-from torchckpt.planning.step.boundary import places_of
-from torchckpt.planning.step.simulated import Step
-from torchckpt.planning.work.choice import Choice, Choices
-from torchckpt.planning.work.move import Boundary, Move
+from torchckpt.planning.plan.away.outlook import Times
+from torchckpt.planning.plan.away.rank import Gene, Habits
+from torchckpt.planning.plan.away.recipe import Kitchen, Recipe
+from torchckpt.planning.plan.away.simulator import Played, Simulator
 
-__all__ = ["AwayPlan", "offload_only", "planned_away"]
+__all__ = ["Candidate", "Search"]
 
-_ROUNDS, _WORK = 3, 300_000
-_LEADS = (1.0, 1.5, 2.5)
-"""How much earlier than it has to begin a copy back may begin, in units of its own seconds."""
-
-
-class AwayPlan(NamedTuple):
-    schedule: Schedule
-    choices: Choices
-    moves: tuple[Move, ...]
-
-
-class _Way(NamedTuple):
-    """What a rank does with each of its visits."""
-
-    away: int
-    late: int
-    lead: float
-
-
-def planned_away(problem: Problem, recomputes: bool = True) -> AwayPlan | None:
-    """The shortest plan that is found; None if none fits."""
-    best, plan, like = math.inf, None, problem.keep_all
-    for _ in range(_ROUNDS):
-        times = [_times(like, rank) for rank in range(len(problem.schedule.ranks))]
-        found = _descent(problem, times, recomputes)
-        if found is None:
-            break
-        like = problem.step(found.choices, found.schedule, found.moves)
-        if like.seconds >= best * (1 - ROUNDING):
-            break
-        best, plan = like.seconds, found
-    return plan
+_LONG = float("inf")
+_ROUNDING = 1e-9
+_LIMITS = (_LONG, 1.0, 2.0, 4.0, 8.0)
+_SPARE = (0.0, -2.0, -1.0, 1.0, 2.0, 4.0)
+_EARLY = (2.0, 0.0, 8.0)
+_OVERDUE = (1.0, 0.0, 4.0, _LONG)
+_PENDING = (0, 1, 2, 1 << 30, -1)
+_STEPS = (-2.0, -1.0, -0.5, -0.25, 0.25, 0.5, 1.0, 2.0)
+_FIELDS: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("back_limit", _LIMITS), ("out_limit", _LIMITS), ("spare", _SPARE),
+)
+_HABITS: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("overdue", _OVERDUE), ("early", _EARLY), ("pending", _PENDING),
+)
+"""What can be changed, and to what."""
+_TRIES = 70
+"""The recipes that are tried for a rank in one context."""
+_STARTS = 4
+"""The steps that are changed a little; one of them is changed more."""
+_EFFORT, _FEWEST = 1_500_000, 60
+"""The pieces of compute to simulate in all. If these are fewer than ``_FEWEST`` steps, then so many steps."""
+_HEAT, _PATIENCE = 0.002, 3000
+"""A changed step may be longer by this share, at first, for so many changes."""
 
 
-def offload_only(problem: Problem) -> float:
-    """The seconds of the shortest plan that is found in which nothing is recomputed; infinite if none fits."""
-    plan = planned_away(problem, recomputes=False)
-    return math.inf if plan is None else problem.step(plan.choices, plan.schedule, plan.moves).seconds
+class Candidate(NamedTuple):
+    genes: list[Gene]
+    step: Played
 
 
-def _times(step: Step, rank: int) -> Times:
-    starts: list[float] = []
-    is_replayed = False
-    for position, start in enumerate(step.run.starts[rank]):
-        if not is_replayed:  # the backward of a late recompute begins with it
-            starts.append(start)
-        is_replayed = step.is_late(rank, position)
-    boundaries: list[Boundary] = []
-    seconds: list[float] = []
-    for now, places in zip(starts, places_of(step.schedule.ranks[rank], step.stages, step.choice, ())):
-        for place in places:
-            boundaries.append(place.boundary)
-            seconds.append(max(now, seconds[-1]) if seconds else now)
-            now += place.seconds
-    return Times(boundaries, seconds)
+class Search:
+    """Looks for short steps until one is as short as ``target``, or as much as it may has been simulated."""
+
+    def __init__(self, simulator: Simulator, host_bytes: Sequence[float], target: float, drops: bool) -> None:
+        pace = 1 + simulator.host.half_duplex
+        self.simulator, self.target, self.drops = simulator, target * (1 + _ROUNDING), drops
+        self.kitchens = [
+            Kitchen(lane, works, room, pace)
+            for lane, works, room in zip(simulator.lanes, simulator.works, host_bytes)
+        ]
+        self.random = Random(0)
+        self.is_split = any(any(lane.is_split) for lane in simulator.lanes)
+        self.most = max(_EFFORT, _FEWEST * sum(simulator.pieces))
+
+    def starts(self) -> list[Candidate]:
+        """Steps whose ranks were tuned in turn; the shortest first."""
+        candidates: list[Candidate] = []
+        ranks = list(range(len(self.kitchens)))
+        for pending in _PENDING if self.is_split else _PENDING[-2:-1]:
+            for order in (ranks, ranks[::-1]):
+                candidate = self._tuned_in_turn(order, pending)
+                candidates += [candidate] if candidate else []
+                if candidate and candidate.step.key[0] <= self.target:
+                    return [candidate]
+        return sorted(candidates, key=lambda candidate: candidate.step.key)
+
+    def best(self, candidates: Sequence[Candidate]) -> Candidate:
+        """The shortest step that is found by changing ``candidates``."""
+        simulator, changed = self.simulator, []
+        for candidate in candidates[:_STARTS]:
+            if candidate.step.key[0] <= self.target:
+                return candidate
+            changed.append(self._changed(candidate, simulator.effort + (self.most - simulator.effort) // 12, 0.0))
+        return self._changed(min(changed, key=lambda candidate: candidate.step.key), self.most, _HEAT)
+
+    def _tuned_in_turn(self, order: Sequence[int], pending: int) -> Candidate | None:
+        genes = self.simulator.ideal(pending)
+        step = self.simulator.play(genes)
+        assert step is not None  # nothing has a limit
+        for rank in order:
+            tuner = _Tuner(self, rank, self.simulator.times(step)[rank], max(step.key[0], self.target))
+            tuner.run(Habits(drops=self.drops, pending=pending))
+            if tuner.gene is None:
+                return None
+            genes[rank] = tuner.gene
+            step = self.simulator.play(genes)
+            if step is None:
+                return None
+        return Candidate(genes, step)
+
+    def _changed(self, best: Candidate, until: int, heat: float) -> Candidate:
+        """Change ``best`` until so much has been simulated. Up to ``heat``, steps may get longer for a while."""
+        simulator, random, begin = self.simulator, self.random, self.simulator.effort
+        context, since = _Context(simulator, best), 0
+        while simulator.effort < until and best.step.key[0] > self.target:
+            current, since = context.candidate, since + 1
+            if since > _PATIENCE and current is not best:
+                context, since = _Context(simulator, best), 0
+                continue
+            simulator.effort += 1
+            rank, gene = self._changed_gene(context)
+            allowed = heat * (until - simulator.effort) / (until - begin) * random.random() ** 2
+            limit = current.step.key[0] * (1 + allowed + _ROUNDING)
+            if gene is None or not context.helps(rank, gene, limit, allowed > 0.0):
+                continue
+            genes = [*current.genes[:rank], gene, *current.genes[rank + 1 :]]
+            step = simulator.play(genes, limit)
+            if step and (allowed or step.key < current.step.key):
+                context = _Context(simulator, Candidate(genes, step))
+                if step.key < best.step.key:
+                    best, since = context.candidate, 0
+        return best
+
+    def _changed_gene(self, context: _Context) -> tuple[int, Gene | None]:
+        """A rank, and its gene with a random change; None if nothing has changed."""
+        random, genes = self.random, context.candidate.genes
+        rank, visit = random.choice(context.path)
+        if random.random() < 0.2:
+            rank = random.randrange(len(genes))
+            visit = random.randrange(max(1, len(genes[rank].away)))
+        gene = genes[rank]
+        if random.random() < 0.3:
+            until = context.candidate.step.key[0] * (1 - random.choice((0.0, 0.003, 0.01, 0.03)))
+            gene = gene._replace(times=context.times[rank], until=until)
+        if random.random() < 0.15:
+            name, values = random.choice(_HABITS if self.is_split else _HABITS[:-1])
+            return rank, gene._replace(habits=gene.habits._replace(**{name: random.choice(values)}))
+        away = list(gene.away)
+        dropped = list(gene.dropped if random.random() < 0.5 else context.candidate.step.ranks[rank].dropped)
+        for other, more_away, more_dropped in self._changes(visit, len(away)):
+            blocks = self.simulator.works[rank][other].blocks
+            away[other] = min(blocks, max(0, away[other] + more_away))
+            dropped[other] = min(blocks - away[other], max(0, dropped[other] + more_dropped)) * self.drops
+        away = self.kitchens[rank].hosted(away)
+        is_new = gene is not genes[rank] or away != gene.away or dropped != gene.dropped
+        return rank, gene._replace(away=away, dropped=dropped) if is_new else None
+
+    def _changes(self, visit: int, visits: int) -> Iterator[tuple[int, int, int]]:
+        """Visits, and how many blocks more of each go and are dropped: of two visits, or of a stretch of them."""
+        random = self.random
+        if random.random() < 0.3:
+            other, by = random.randrange(visits), random.choice((1, 1, 2))
+            if random.random() < 0.5:
+                other = min(visits - 1, max(0, visit + random.choice((-3, -2, -1, 1, 2, 3))))
+            less, more = random.choice((((-by, 0), (by, 0)), ((0, -by), (0, by)), ((-by, 0), (0, by))))
+            yield visit, *less
+            yield other, *more
+            return
+        length = random.choice((1, 1, 2, 4, 8, visits))
+        first = max(0, visit - random.choice((0, 0, length - 1)))
+        away, dropped = random.choice(((1, 0), (-1, 0), (0, 1), (0, -1), (1, -1), (-1, 1), (1, -9), (2, -9), (-2, 0)))
+        for each in range(first, min(visits, first + length), random.choice((1, 1, 1, 2, 3))):
+            yield each, away, dropped
 
 
-def _descent(problem: Problem, times: Sequence[Times], recomputes: bool) -> AwayPlan | None:
-    """The shortest plan that is found where copies are placed by these times."""
-    options = [list(_ways(problem, rank, times, recomputes)) for rank in range(len(times))]
-    if not all(options):
-        return None
-    chosen = [min(ways, key=lambda way: (way.late, way.away, way.lead)) for ways in options]
-    best, plan = math.inf, _plan(problem, times, chosen)
-    left = max(20, _WORK // max(1, sum(map(len, problem.schedule.ranks))) // _ROUNDS)
-    is_shorter = True
-    while is_shorter and left > 0:
-        is_shorter = False
-        for rank, ways in enumerate(options):
-            for way in ways:
-                tried = _plan(problem, times, [*chosen[:rank], way, *chosen[rank + 1 :]])
-                seconds = problem.step(tried.choices, tried.schedule, tried.moves).seconds
-                left -= 1
-                if seconds < best * (1 - ROUNDING):
-                    best, plan, chosen[rank], is_shorter = seconds, tried, way, True
-    return plan
+class _Context:
+    """The step that is to be changed."""
+
+    def __init__(self, simulator: Simulator, candidate: Candidate) -> None:
+        self.simulator, self.candidate = simulator, candidate
+        self.times, self.path = simulator.times(candidate.step), simulator.critical(candidate.step)
+        self._before: dict[int, tuple[float, float]] = {}
+
+    def helps(self, rank: int, gene: Gene, limit: float, is_lenient: bool) -> bool:
+        """Whether the rank alone does no worse with ``gene``; if not lenient, whether it does better."""
+        if rank not in self._before:
+            self._before[rank] = self.simulator.alone(rank, self.candidate.genes[rank], self.times[rank], limit)
+        before, after = self._before[rank], self.simulator.alone(rank, gene, self.times[rank], limit)
+        return after[0] <= max(limit, before[0]) < _LONG if is_lenient else after < before
 
 
-def _ways(problem: Problem, rank: int, times: Sequence[Times], recomputes: bool) -> Iterator[_Way]:
-    """For each number of blocks that go, the fewest that are recomputed so that the rank is within its budget."""
-    stages = {action.stage for action in problem.schedule.ranks[rank]}
-    blocks = max((len(problem.stages[stage].blocks) for stage in stages), default=0)
-    for away in range(blocks + 1):
-        for lead in _LEADS if away else _LEADS[:1]:
-            for late in range(blocks + 1 - away if recomputes else 1):
-                way = _Way(away, late, lead)
-                if _of_rank(problem, rank, times[rank], way) is not None:
-                    yield way
-                    break
+class _Tuner:
+    """Looks for a recipe for one rank in one context."""
 
+    def __init__(self, search: Search, rank: int, times: Times, until: float) -> None:
+        self.simulator, self.kitchen, self.rank = search.simulator, search.kitchens[rank], rank
+        self.times, self.until = times, until
+        self.key: tuple[float, float, float] = (_LONG, _LONG, _LONG)
+        self.recipe: Recipe | None = None
+        self.gene: Gene | None = None
+        self._tried: set[object] = set()
 
-def _plan(problem: Problem, times: Sequence[Times], ways: Sequence[_Way]) -> AwayPlan:
-    choices: dict[Visit, Choice] = {}
-    moves: list[Move] = []
-    for rank, way in enumerate(ways):
-        of_rank = _of_rank(problem, rank, times[rank], way)
-        if of_rank is not None:
-            choices |= of_rank[0]
-            moves += of_rank[1]
-    return AwayPlan(problem.schedule, choices, tuple(moves))
+    def run(self, habits: Habits) -> None:
+        for shares in self._shares():
+            self._offer(Recipe(shares, habits=habits))
+            if self.key[0] <= self.until * (1 + _ROUNDING) and not any(self.gene.dropped if self.gene else (1,)):
+                return
+        before = None
+        while self.recipe is not None and before != self.recipe and len(self._tried) < _TRIES:
+            before = self.recipe
+            for name, values in _FIELDS:
+                for value in values:
+                    self._offer(self.recipe._replace(**{name: value}))
+            for name, values in _HABITS[:-1]:
+                for value in values:
+                    self._offer(self.recipe._replace(habits=self.recipe.habits._replace(**{name: value})))
+            for index, stage in enumerate(self.kitchen.stages):
+                for by in _STEPS:
+                    changed = list(self.recipe.shares)
+                    changed[index] = min(self.kitchen.blocks[stage], max(0.0, changed[index] + by))
+                    self._offer(self.recipe._replace(shares=tuple(changed)))
 
+    def _shares(self) -> Iterator[tuple[float, ...]]:
+        """Of what lives longest first; then of all alike."""
+        most = [self.kitchen.blocks[stage] for stage in self.kitchen.stages]
+        for half in range(2 * sum(most) + 1):
+            yield tuple(min(of_stage, max(0.0, half / 2 - sum(most[:index]))) for index, of_stage in enumerate(most))
+        for half in range(1, 2 * max(most, default=0)) if len(most) > 1 else ():
+            yield tuple(min(of_stage, half / 2) for of_stage in most)
 
-def _of_rank(
-    problem: Problem, rank: int, times: Times, way: _Way
-) -> tuple[dict[Visit, Choice], list[Move]] | None:
-    """The choices and moves of a rank; None if they exceed its budget or its host."""
-    order = problem.schedule.ranks[rank]
-    visits = [action.visit for action in order if action.kind is Kind.FORWARD]
-    choices = {visit: _choice(len(problem.stages[visit[0]].blocks), way) for visit in visits}
-    places = [*chain.from_iterable(places_of(order, problem.stages, choices.__getitem__, ()))]
-    moves = Moves(problem, rank, choices, places, times, way.lead).placed()
-    if moves is None:
-        return None
-    step = problem.step(choices, problem.schedule, tuple(moves))
-    is_within = max((level.highest for level in step.levels(rank)), default=0.0) <= enough(problem.budget_bytes[rank])
-    if moves and step.host_peak_bytes[rank] > enough(problem.host_bytes[rank]):
-        return None
-    return (choices, moves) if is_within else None
-
-
-def _choice(blocks: int, way: _Way) -> Choice:
-    away, last = min(way.away, blocks), min(way.away + way.late, blocks)
-    return Choice(tuple(range(last, blocks)), (), tuple(range(away, last)), tuple(range(away)))
+    def _offer(self, recipe: Recipe) -> None:
+        gene = self.kitchen.gene(recipe, self.times, self.until)
+        what = tuple(gene.away), tuple(gene.dropped), gene.habits
+        if what in self._tried:
+            return
+        self._tried.add(what)
+        seconds, late = self.simulator.alone(self.rank, gene, self.times)
+        key = max(seconds, self.until), late, sum(gene.dropped) + 1e-2 * sum(gene.away)
+        if seconds < _LONG and key < self.key:
+            self.key, self.recipe, self.gene = key, recipe, gene

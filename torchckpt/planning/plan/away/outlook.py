@@ -1,0 +1,123 @@
+"""Outlook: what a rank can expect of the rest of its step, from the times of a step like it.
+
+Copies out are queued when forwards end, and copies back so that each ends right before its use. So follow the bytes
+that are on their way out at the end of each forward, and when each copy back has to start.
+"""
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torchckpt.planning.plan.away.work import Work, sums
+from torchckpt.planning.plan.search.lane import FORWARD, Lane
+
+__all__ = ["Outlook", "Times", "leaving", "returning"]
+
+_LONG = float("inf")
+
+
+class Times(NamedTuple):
+    """When a rank did what in a step, by place, in seconds."""
+
+    starts: Sequence[float]
+    arrived: Sequence[float]
+    """When the message was there."""
+    tail: Sequence[float]
+    """From the end of the action to the end of the step, along the longest path."""
+
+
+def leaving(
+    lane: Lane, works: Sequence[Work], away: Sequence[int], starts: Sequence[float], pace: int, limit: float = _LONG
+) -> tuple[list[int], list[float]]:
+    """How many blocks of each visit can go, and the bytes on their way out at the end of each forward.
+
+    Args:
+        pace: how much longer a copy takes: 2 if one engine copies both ways.
+        limit: the seconds that a copy may wait for its engine.
+    """
+    chosen, flying, free = list(away), [0.0] * len(starts), 0.0
+    queue: deque[tuple[float, float]] = deque()
+    for place, (kind, visit) in enumerate(zip(lane.kinds, lane.visit_at)):
+        if kind != FORWARD:
+            continue
+        work, start = works[visit], starts[place]
+        for block in range(away[visit]):
+            made = start + work.forward_until[block + 1]
+            if free > made + limit:
+                chosen[visit] = block
+                break
+            free = (free if free > made else made) + pace * work.out[block]
+            queue.append((free, work.moved[block]))
+        end = start + work.forward_until[-1]
+        while queue and queue[0][0] <= end:
+            queue.popleft()
+        flying[place] = sum([moved for _, moved in queue])
+    return chosen, flying
+
+
+def returning(
+    lane: Lane, works: Sequence[Work], away: Sequence[int], starts: Sequence[float], pace: int, limit: float = _LONG
+) -> tuple[list[int], list[float]]:
+    """How many blocks of each visit can come back no earlier than ``limit`` before their use, and the latest start of
+    each copy back, in the order of uses."""
+    chosen, latest, last = list(away), [], _LONG
+    for visit in reversed(range(len(away))):
+        work = works[visit]
+        end = starts[lane.backward_place[visit]] + work.whole_until[-1]
+        for block in range(away[visit]):
+            use = end - work.whole_until[block + 1]
+            if use - last > limit:
+                chosen[visit] = block
+                break
+            last = (use if use < last else last) - pace * work.back[block]
+            latest.append(last)
+    return chosen, latest[::-1]
+
+
+class Outlook:
+    """What is to come on a rank."""
+
+    def __init__(
+        self,
+        lane: Lane,
+        works: Sequence[Work],
+        away: Sequence[int],
+        dropped: Sequence[int],
+        starts: Sequence[float],
+        pace: int,
+    ) -> None:
+        self.uses = [(visit, block) for visit in range(len(away)) for block in reversed(range(away[visit]))]
+        """Each copy back, in the order of uses."""
+        self.latest = returning(lane, works, away, starts, pace)[1]
+        """When each of them has to start."""
+        self.flying = leaving(lane, works, away, starts, pace)[1]
+        self.due: list[int] = []
+        """By place, how many of them have to have started when the action ends, or a backward begins."""
+        self.levels: list[float] = []
+        """By place, the most bytes of a forward, or those at the start of a backward and for its late blocks, with the
+        copies back that are due."""
+        self.work_until: list[float] = []
+        """By place, the seconds of all actions before."""
+        moved_until = sums([works[visit].moved[block] for visit, block in self.uses])
+        places = [lane.backward_place[visit] for visit, _ in self.uses]
+        alive = seconds = 0.0
+        due = used = 0
+        for place, (kind, visit) in enumerate(zip(lane.kinds, lane.visit_at)):
+            work, gone, drops, end = works[visit], away[visit], dropped[visit], starts[place]
+            self.work_until.append(seconds)
+            if kind == FORWARD:
+                level = alive + work.forward_bytes(gone, drops, self.flying[place])
+                alive += work.held_bytes(gone, drops)
+                seconds += work.forward_until[-1]
+                end += work.forward_until[-1]
+            else:
+                level = alive + work.late_bytes(gone, drops)
+                alive -= work.held_bytes(gone, drops)
+                seconds += work.whole_until[-1] + work.replay_until[gone + drops] - work.replay_until[gone]
+            while due < len(places) and self.latest[due] < end:
+                due += 1
+            while used < len(places) and places[used] < place + (kind == FORWARD):
+                used += 1
+            self.due.append(due)
+            self.levels.append(level + (moved_until[due] - moved_until[used] if due > used else 0.0))
