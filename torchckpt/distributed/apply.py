@@ -118,7 +118,7 @@ def recompute_ahead(
             (``schedule.plan.to_json()``); JSON, or the path of a file with that, too. Its blocks are the regions.
 
     Returns:
-        A schedule with torch's ``step()`` and ``eval()``, ``timeline()``, ``report()``, ``schedule``; planned: ``plan``.
+        A schedule with torch's ``step()``, ``eval()``; ``timeline()``, ``report()``, ``schedule``; planned: ``plan``.
 
     Raises:
         ArgumentError: all faults of the call; a traced stage has no region: one that is set before is not in it.
