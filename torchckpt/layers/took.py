@@ -18,9 +18,9 @@ Key: TypeAlias = tuple[tuple[Any, ...], ...]
 called with itself."""
 
 _TOLERANCE = 0.01
+"""The share of an amount by which it may miss a straight line through the origin."""
 _LEAST_SECONDS = 0.5
 """Seconds differ from step to step: those that are foretold are at least this share of the fewest that were seen."""
-"""The share of an amount by which it may miss a straight line through the origin."""
 _BYTES = 4
 """Where the bytes of a call begin."""
 _FARTHEST = 2
