@@ -1,0 +1,215 @@
+"""Published runs: rows of a file as jobs of torchckpt."""
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torchckpt.jobs.job import Job
+from torchckpt.jobs.layout import Layout, Software
+from torchckpt.jobs.memory import memory_of
+from torchckpt.jobs.model import Model
+from torchckpt.jobs.rates import RATES, Machine, Rates
+from torchckpt.planning.device import DEVICES, Device
+
+GIB = 2.0**30
+DRIVER_BYTES = 1.5 * GIB
+"""The context of the device and the buffers of NCCL, which a driver's figure counts: 1 to 2 GiB."""
+
+
+def _variant(name: str, **changes: Any) -> Device:
+    return replace(DEVICES[name], **changes)
+
+
+_DEVICES = {
+    "A100 40GB": ("a100", _variant("a100", bytes_per_second=1.555e12, memory_bytes=40e9)),
+    "A100": ("a100", DEVICES["a100"]),
+    "A800": ("a100", _variant("a100", link_bytes_per_second=200e9)),
+    "H100 500W": (
+        "h100",
+        _variant(
+            "h100", bytes_per_second=2.4e12, memory_bytes=96e9,
+            peak_flops={name: flops * (500 / 700) ** 0.5 for name, flops in DEVICES["h100"].peak_flops.items()},
+        ),
+    ),
+    "H100": ("h100", DEVICES["h100"]),
+    "H800": ("h100", _variant("h100", link_bytes_per_second=200e9)),
+    "H200": ("h200", DEVICES["h200"]),
+    "B200": ("b200", DEVICES["b200"]),
+    "MI300X": ("mi300x", DEVICES["mi300x"]),
+}  # fmt: skip
+"""The devices of the rows: rates, and a data sheet. The clock of a card falls with the root of its power, about."""
+_SCHEDULES = {
+    "none": "1f1b", "zb-1p": "zero_bubble", "interleaved_zero_bubble": "zero_bubble",
+    "interleaved_1f1b (modified)": "interleaved_1f1b",
+}  # fmt: skip
+_HEADS = {"redis": "balanced", "vocab-1": "split", "vocab-2": "split", "interlaced": "split"}
+_AHEAD = {"vocab-1": 2, "vocab-2": 1}
+"""Forwards more ahead; of an interlaced head half as many as ranks."""
+_EAGER = ("titan", "foundry", "fms", "torchtune", "automodel", "fsdp")
+
+
+@dataclass
+class Run:
+    """A row, and the job that it describes. No measured value goes into the job, but the share of recomputed layers
+    where only HFU over MFU says it."""
+
+    row: dict[str, Any]
+    rates: dict[str, Rates] = field(default_factory=lambda: dict(RATES))
+    levers: frozenset[str] = frozenset()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["row"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    @property
+    def source_name(self) -> str:
+        """The letters that its series begins with."""
+        letters = (at for at, letter in enumerate(self.series) if not letter.isalpha())
+        return str(self.series[: next(letters, len(self.series))])
+
+    @property
+    def _framework(self) -> str:
+        return (self.row["framework"] or "").lower()
+
+    @property
+    def device_name(self) -> str | None:
+        name = self.gpu.split(" (")[0].replace("-class", "")
+        if "HBM2e" in self.gpu or "95 GiB" in self.gpu:
+            return "H100 500W"
+        return next((known for known in (name, name.split()[0]) if known in _DEVICES), None)
+
+    @property
+    def reason(self) -> str:
+        """Why the row cannot be predicted; empty if it can."""
+        wanted = ("micro_batch", "seq_len", "layers", "hidden", "heads", "global_batch")
+        missing = [name for name in wanted if not self.row[name]]
+        if missing:
+            return f"no {missing[0].replace('_', ' ')}"
+        if self.device_name is None:
+            return f"no data sheet of {self.gpu}"
+        if not self.recompute and not self.moe:
+            return "recompute is not stated"
+        if self.outcome != "ok":
+            return f"its outcome is {self.outcome}"
+        return ""
+
+    @cached_property
+    def machine(self) -> Machine:
+        name, device = _DEVICES[self.device_name or "H100"]
+        rates = self.rates[name]
+        if self.inter_node_gbps_per_gpu:
+            rates = replace(rates, network=self.inter_node_gbps_per_gpu / 8 * 1e9)
+        return Machine(device, rates, self.gpus_per_node or 8, self.is_fp8)
+
+    @property
+    def is_fp8(self) -> bool:
+        return "fp8" in self.precision or "fp4" in self.precision
+
+    @cached_property
+    def model_(self) -> Model:
+        moe, row = self.moe or {}, self.row
+        return Model(
+            row["model"], row["layers"], row["hidden"], row["heads"], row["ffn"] or 4 * row["hidden"],
+            row["vocab"] or 51200, row["kv_heads"] or 0, row["head_dim"] or 0, bool(row["gated_mlp"]),
+            bool(row["tied_embeddings"]), experts=moe.get("experts", 0), active=moe.get("topk", 0),
+            shared=moe.get("shared") or 0, expert_ffn=moe.get("moe_ffn", 0), dense_layers=moe.get("dense_layers") or 0,
+        )  # fmt: skip
+
+    @property
+    def _recompute(self) -> tuple[str, float]:
+        detail, kind = self.recompute_detail or "", self.recompute or "none"
+        if "2nd" in detail:
+            return "full", 0.5
+        if "share of the layers" in detail and self.hfu_pct:
+            return "full", min(1.0, 3 * (self.hfu_pct / self.mfu_pct - 1))
+        return kind, 1.0
+
+    @cached_property
+    def software(self) -> Software:
+        framework, detail, sharding = self._framework, self.recompute_detail or "", self.optimizer_sharding or ""
+        titan = "titan" in framework or "torchao" in framework
+        like_torch, fsdp = any(word in framework for word in _EAGER), "SDP" in sharding
+        unfused, notes = "unfused" in (self.attention or "flash"), self.notes or ""
+        words = tuple(word.strip() for word in detail.replace(",", " ").replace("+", " ").split())
+        modules = tuple(word for word in words if word in ("mlp", "layernorm", "moe_act", "core_attn"))
+        modules = ("core_attn",) if "core" in detail and not modules else modules
+        kernels = "fused" if not like_torch else "compiled" if self.compile else "eager"
+        old = any(word in framework for word in ("deepspeed", "(2021)", "(2022)"))
+        dtypes = self.state_dtypes or ""
+        base = Software(
+            kernels="compiled" if self.compile else kernels,
+            attention="unfused" if unfused else "flash",
+            dropout="dropout 0.1" in notes or "dropout in" in notes or unfused,
+            selective=("products",) if titan and "core" not in detail else modules or ("core_attn",),
+            stops_early=False,
+            reduce_bytes=4.0 if "fp32 reduce" in dtypes else 2.0,
+            resharded=self.zero_stage != 2,
+            overlaps_reduce=not old,
+            async_tp=self.overlap_notes == "async TP",
+        )
+        logit = 10.0
+        if fsdp or kernels == "eager":
+            logit = 4.0 if self.compile and "2024" not in framework.replace("torchtune (2024", "") else 14.0
+        return self._with_states(base, dtypes, sharding, logit)
+
+    def _with_states(self, base: Software, dtypes: str, sharding: str, logit: float) -> Software:
+        levers = self.levers
+        if "chunk" in levers:
+            logit = 4 + logit / 8
+        base = replace(base, loss_bytes=logit, offloads="offload" in levers)
+        if "SDP" in sharding:
+            return replace(base, parameter_bytes=4.0, gradient_bytes=4.0, optimizer_bytes=8.0)
+        if "all bf16" in dtypes:
+            gradient = 0.0 if "fuse" in levers else 2.0
+            return replace(base, gradient_bytes=gradient, optimizer_bytes=2.0 if "8bit" in levers else 4.0)
+        if "ZeRO" in sharding or "stage" in sharding:
+            return replace(base, gradient_bytes=2.0, gradients_shared="stage 2" in sharding)
+        return base
+
+    @cached_property
+    def layout(self) -> Layout:
+        row, sharding = self.row, self.optimizer_sharding or ""
+        recompute, share = self._recompute
+        state = "zero1" if "distributed" in sharding or "ZeRO" in sharding or "stage" in sharding else "none"
+        fsdp = max(row["fsdp"] or 1, 1) if "SDP" in sharding else 1
+        name, _, way = (row["schedule"] or "none").partition(" + ")
+        pp, dp = row["pp"] or 1, row["dp"] or 1
+        chunks = row["vpp"] or (2 if "interleaved" in name else 1)
+        titan = "titan" in self._framework or "torchao" in self._framework
+        return Layout(
+            gpus=row["gpus"], tp=row["tp"] or 1, cp=row["cp"] or 1, ep=row["ep"] or 1, pp=pp, dp=dp,
+            micro_batch=row["micro_batch"],
+            global_batch=(row["microbatches_per_step"] or 1) * dp * row["micro_batch"],
+            sequence=row["seq_len"], schedule=_SCHEDULES.get(name, name),
+            head=_HEADS.get(way, "last"), ahead=_AHEAD.get(way, (pp + 1) // 2 if way == "interlaced" else 0),
+            chunks=chunks if "interleaved" in name and pp > 1 else 1,
+            recompute=recompute, recomputed_share=share, state="fsdp2" if fsdp > 1 else state,
+            shards=fsdp if fsdp > 1 else dp if state == "zero1" else 0,
+            sequence_parallel=bool(row["sp"]) or titan, fp8=self.is_fp8, software=self.software,
+        )  # fmt: skip
+
+    @cached_property
+    def job(self) -> Job:
+        return Job(self.model_, self.layout, self.machine)
+
+    @cached_property
+    def seconds(self) -> float:
+        return self.job.step_seconds
+
+    @cached_property
+    def memory_gib(self) -> float:
+        return max(rank.total for rank in memory_of(self.job)) / GIB
+
+    def with_rates(self, rates: dict[str, Rates]) -> Run:
+        return Run(self.row, rates, self.levers)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSON list, or of a file with one object a line."""
+    text = path.read_text(encoding="utf-8")
+    return list(json.loads(text)) if text.lstrip().startswith("[") else [json.loads(line) for line in text.splitlines()]

@@ -1,0 +1,251 @@
+"""Job: a model on GPUs in a layout, as the stages of a pipeline, with its step and the memory of each rank."""
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from torchckpt.errors import check
+from torchckpt.jobs.layer import Head, LayerWork, Seconds
+from torchckpt.jobs.layout import Layout
+from torchckpt.jobs.model import Model
+from torchckpt.jobs.order import schedule_of
+from torchckpt.jobs.rates import Machine
+from torchckpt.jobs.saved import Saved, saved_of
+from torchckpt.planning.order.schedule import Schedule
+from torchckpt.planning.step.simulated import Step
+from torchckpt.planning.work.block import Block, Link, Stage, fixed
+from torchckpt.planning.work.choice import Choice, Choices
+
+__all__ = ["Job"]
+
+@dataclass(frozen=True)
+class Job:
+    """A model, how it is split, and on what."""
+
+    model: Model
+    layout: Layout
+    machine: Machine
+
+    def check(self) -> None:
+        check(list(self.layout.faults(self.model)))
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        return schedule_of(self.layout)
+
+    @cached_property
+    def layers(self) -> list[list[int]]:
+        """The layers of each stage, in the order of the model."""
+        counts = self._balanced if self.layout.head == "balanced" else self.layout.layers_of(self.model)
+        starts = [sum(counts[:stage]) for stage in range(len(counts))]
+        return [list(range(start, start + count)) for start, count in zip(starts, counts)]
+
+    @cached_property
+    def _balanced(self) -> list[int]:
+        """Layers moved away from the last stage, until the slowest stage is fastest."""
+        layers, pp = self.model.layers, self.layout.pp
+        each, head = (sum((s.forward, s.input_grad, s.weight_grad, s.replay)) for s in (self._layer(0), self._head))
+
+        def slowest(last: int) -> float:
+            return max(last * each + head, math.ceil((layers - last) / (pp - 1)) * each)
+
+        last = min(range(layers), key=slowest)
+        others, more = divmod(layers - last, pp - 1)
+        return [*(others + (stage < more) for stage in range(pp - 1)), last]
+
+    def _layer(self, layer: int) -> Seconds:
+        return (self._dense if self.model.is_dense(layer) else self._routed).seconds
+
+    @cached_property
+    def _dense(self) -> LayerWork:
+        return LayerWork(self.model, self.layout, self.machine)
+
+    @cached_property
+    def _routed(self) -> LayerWork:
+        return LayerWork(self.model, self.layout, self.machine, dense=False)
+
+    @cached_property
+    def _head(self) -> Seconds:
+        return Head(self.model, self.layout, self.machine).seconds
+
+    def saved(self, layer: int) -> Saved:
+        return self._saved[self.model.is_dense(layer)]
+
+    @cached_property
+    def _saved(self) -> dict[bool, Saved]:
+        return {dense: saved_of(self.model, self.layout, dense=dense) for dense in (True, False)}
+
+    def held_parameters(self, layer: int) -> tuple[float, float]:
+        """The parameters of a layer on one rank before data parallel splits them: experts apart."""
+        model, tp = self.model, self.layout.tp
+        if model.is_dense(layer):
+            return model.layer_parameters(layer) / tp, 0.0
+        experts = model.experts / self.layout.ep * model.mlp_parameters(model.expert_ffn) / tp
+        return model.layer_parameters(layer, 0) / tp, experts
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        return tuple(map(self._stage, range(len(self.layers))))
+
+    def _stage(self, stage: int) -> Stage:
+        split = self.layout.head == "split"
+        last, count = stage == len(self.layers) - 1, len(self.layers)
+        share = 1 / count if split else float(last)
+        embedding = Head(self.model, self.layout, self.machine).embedding if stage == 0 else 0.0
+        message = self._message if len(self.layers) > 1 else 0.0
+        fsdp = self._fsdp_ends if self.layout.pp == 1 else 0.0
+        head = self._head
+        return Stage(
+            tuple(map(self._block, self.layers[stage])),
+            fixed(embedding + message + fsdp, embedding + message + fsdp),
+            fixed(head.forward * share, head.input_grad * share, head.weight_grad * share, self.loss_bytes(stage) if self.holds_loss else 0.0),
+            message_bytes=0.0,
+            collective_seconds=sum(self._layer(layer).collectives for layer in self.layers[stage]),
+        )
+
+    @property
+    def holds_loss(self) -> bool:
+        """Whether logits live from the forward of the head to the end of its backward. If that is split in two, the
+        first part frees them; if the head is split over stages, each runs both of its parts at once."""
+        whole = self.layout.schedule not in ("zero_bubble", "zb-2p", "zbv", "dualpipe_v")
+        return whole and self.layout.head != "split"
+
+    def loss_bytes(self, stage: int) -> float:
+        """The logits of a micro-batch on a stage."""
+        layout, last = self.layout, len(self.layers) - 1
+        share = 1 / len(self.layers) if layout.head == "split" else float(stage == last)
+        return layout.tokens * self.model.vocab / layout.tp * layout.software.loss_bytes * share
+
+    @cached_property
+    def _message(self) -> float:
+        """A message that its sender waits for; none overlaps."""
+        layout = self.layout
+        size = 2.0 * layout.tokens * self.model.hidden / layout.tp
+        return self.machine.message(size, layout.gpus)
+
+    def _block(self, layer: int) -> Block:
+        return self._blocks[self.model.is_dense(layer)]
+
+    @cached_property
+    def _blocks(self) -> dict[bool, Block]:
+        return {dense: self._block_of(dense) for dense in (True, False) if dense or self.model.experts}
+
+    def _block_of(self, dense: bool) -> Block:
+        work = (self._dense if dense else self._routed).seconds
+        saved, recompute = self._saved[dense], self.layout.recompute
+        layer = 0 if dense else self.model.dense_layers
+        forward, backward = work.forward, work.input_grad
+        replay = work.replay
+        if recompute == "selective":
+            backward += replay
+        if self.layout.state == "fsdp2" and self.layout.pp == 1:
+            gathers, reduces = self._fsdp(sum(self.held_parameters(layer)))
+            forward = self._beside(forward, gathers)
+            again = gathers if self.layout.software.resharded else 0.0
+            part = replay * self.layout.recomputed_share if recompute == "full" else 0.0
+            rest = work.weight_grad + part
+            backward = self._beside(backward + rest, reduces + again) - rest
+        return Block(
+            forward, backward, work.weight_grad, replay if recompute in ("full", "planned") else forward,
+            saved.kept, saved.boundary, 
+        )
+
+    def _beside(self, compute: float, communication: float) -> float:
+        """Seconds of both side by side."""
+        return max(compute, communication) + self.machine.rates.unhidden * min(compute, communication)
+
+    def _fsdp(self, parameters: float) -> tuple[float, float]:
+        """Seconds to gather the weights of so many parameters, and to reduce and scatter their gradients."""
+        layout, machine = self.layout, self.machine
+        ranks, tp = layout.state_ranks, layout.tp
+        gathers = machine.collective(2 * parameters, ranks, tp)
+        reduces = machine.collective(layout.software.reduce_bytes * parameters, ranks, tp)
+        replicas = layout.dp * layout.cp // ranks
+        if replicas > 1:
+            size = layout.software.reduce_bytes * parameters / ranks
+            reduces += machine.collective(size, replicas, tp * ranks, reduces_all=True)
+        return gathers, reduces
+
+    @cached_property
+    def _fsdp_ends(self) -> float:
+        """The gathers of embedding and head, which nothing hides."""
+        if self.layout.state != "fsdp2":
+            return 0.0
+        gathers, reduces = self._fsdp(self.model.embedding_parameters / self.layout.tp)
+        return (2 * gathers + reduces) / 2
+
+    @cached_property
+    def choices(self) -> Choices:
+        """What is recomputed, if the layout says which."""
+        if self.layout.recompute != "full":
+            return {}
+        counts = [round(len(layers) * self.layout.recomputed_share) for layers in self.layers]
+        chosen = [
+            Choice(kept=tuple(range(count, len(layers))), late=tuple(range(count)))
+            for count, layers in zip(counts, self.layers)
+        ]
+        pairs = range(len(chosen)), range(self.schedule.micro_batches)
+        return {(stage, i): chosen[stage] for stage in pairs[0] for i in pairs[1]}
+
+    @cached_property
+    def step(self) -> Step:
+        links = (Link(),) * (len(self.stages) - 1)
+        return Step(self.schedule, self.stages, links, self.choices)
+
+    @cached_property
+    def pipeline_seconds(self) -> float:
+        if self.layout.pp == 1:
+            return self.layout.micro_batches * self.step.seconds
+        run = self.step.run
+        if self.layout.schedule in ("zb-2p", "zero_bubble", "zbv"):
+            return max(ends[-1] - starts[0] for starts, ends in zip(run.starts, run.ends))
+        return run.step_seconds
+
+    @cached_property
+    def rank_parameters(self) -> list[tuple[float, float]]:
+        """For each rank its parameters before data parallel splits them, and those of experts."""
+        by_rank = [(0.0, 0.0)] * len(self.schedule.ranks)
+        for stage, rank in enumerate(self.schedule.placement):
+            dense, routed = by_rank[rank]
+            dense += self._end_parameters(stage)
+            for layer in self.layers[stage]:
+                more = self.held_parameters(layer)
+                dense, routed = dense + more[0], routed + more[1]
+            by_rank[rank] = dense, routed
+        return by_rank
+
+    def _end_parameters(self, stage: int) -> float:
+        model, count = self.model, len(self.layers)
+        table = model.embedding_parameters / self.layout.tp
+        if self.layout.head == "split":
+            return 2 * table / count
+        head = table * (stage == count - 1 and not (model.tied and count == 1))
+        return head + (table + model.positions * model.hidden) * (stage == 0)
+
+    @cached_property
+    def once_seconds(self) -> float:
+        """What a step does once: gradients across data-parallel ranks that nothing hides, the optimizer."""
+        layout, machine = self.layout, self.machine
+        dense, routed = max(self.rank_parameters, key=sum)
+        seconds = 2e-3 + machine.stream(30 * (dense / layout.state_ranks + routed / max(
+            1, layout.state_ranks / layout.ep)))
+        ranks = layout.dp * layout.cp
+        if layout.state == "fsdp2":
+            if layout.pp > 1:
+                layers = max(len(layers) for layers in self.layers) * layout.chunks
+                gathers, reduces = self._fsdp(sum(self.held_parameters(0)))
+                seconds += (gathers + reduces) * layers * (1 + machine.rates.unhidden) / 2
+            return seconds
+        shares = layout.state == "zero1"
+        wire = 6 if shares else 2
+        reduced = machine.collective((dense + routed / layout.ep) * wire, ranks, layout.tp, reduces_all=not shares)
+        if shares and layout.software.overlaps_reduce:
+            room = 0.8 * sum(self.stages[0].parts[i].forward_seconds for i in range(len(self.stages[0].parts))) * 1.5
+            return seconds + max(machine.rates.unhidden * reduced, reduced - room)
+        return seconds + reduced
+
+    @property
+    def step_seconds(self) -> float:
+        return self.pipeline_seconds + self.once_seconds

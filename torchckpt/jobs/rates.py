@@ -1,0 +1,139 @@
+"""Rates: the share of a data sheet's peaks that operations reach, by device and size, and the seconds of collectives."""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import NamedTuple
+
+from torchckpt.planning.device import Device
+
+__all__ = ["RATES", "Machine", "Product", "Rates"]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device reaches of its peaks."""
+
+    product: float
+    """Large matrix products, of the peak FLOPs."""
+    attention: float
+    """Flash attention, of the peak FLOPs, forward."""
+    attention_backward: float
+    """The same, backward."""
+    units: int
+    """Multiprocessors, which share the tiles of a product."""
+    network: float
+    """Bytes per second between nodes of one GPU, in one direction."""
+    inner: float = 227.0
+    """The inner dimension at which a product reaches half of its rate."""
+    memory: float = 0.64
+    """Memory-bound kernels, of the memory's bandwidth."""
+    kernel_seconds: float = 3e-6
+    """What a kernel loses on the device at its start and end."""
+    host_seconds: float = 3e-5
+    """What the host needs for one kernel of eager mode."""
+    link: float = 0.783
+    """Collectives, of the bandwidth of links."""
+    unhidden: float = 0.253
+    """The share of an overlapped collective that is paid all the same: it takes multiprocessors and bandwidth."""
+
+
+RATES = {
+    "a100": Rates(0.82, 0.342, 0.342 * 0.85, 108, 25e9),
+    "h100": Rates(0.615, 0.342 * 0.8, 0.342 * 0.68, 132, 50e9),
+    "h200": Rates(0.615, 0.342 * 0.8, 0.342 * 0.68, 132, 50e9),
+    "b200": Rates(0.615, 0.342 * 0.8, 0.342 * 0.68, 148, 50e9),
+    "mi300x": Rates(0.4, 0.342 * 0.5, 0.342 * 0.4, 304, 50e9),
+}
+
+
+class Product(NamedTuple):
+    """``count`` matrix products of ``rows x inner`` by ``inner x columns``."""
+
+    rows: float
+    columns: float
+    inner: float
+    count: float = 1.0
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.rows * self.columns * self.inner * self.count
+
+    @property
+    def moved(self) -> float:
+        """Bytes in half precision."""
+        rows, columns, inner, count = self
+        return 2.0 * count * (rows * inner + inner * columns + rows * columns)
+
+    @property
+    def input_grad(self) -> Product:
+        return Product(self.rows, self.inner, self.columns, self.count)
+
+    @property
+    def weight_grad(self) -> Product:
+        return Product(self.columns, self.inner, self.rows, self.count)
+
+
+_TILES = ((256, 128, 1.0), (128, 128, 0.95), (64, 128, 0.8), (64, 64, 0.65))
+"""The tiles of a product, and their rate: smaller ones read more."""
+_FP8 = 1.6
+"""The rate of products in fp8, with the casts before them, relative to bf16."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Devices in nodes."""
+
+    device: Device
+    rates: Rates
+    node: int = 8
+    fp8: bool = False
+
+    def product(self, work: Product) -> float:
+        """Seconds of a product: whole tiles, in whole waves over the multiprocessors."""
+        rows, columns, inner, count = work
+        units = self.rates.units
+        whole = max(
+            rate * count * rows * columns
+            / (x * y) / (ceil(ceil(rows / x) * ceil(columns / y) * count / units) * units)
+            for x, y, rate in _TILES
+        )  # fmt: skip
+        reached = self.peak * self.rates.product * whole * inner / (inner + self.rates.inner)
+        return max(work.flops / (reached * (_FP8 if self.fp8 else 1)), self.stream(work.moved)) + self.kernel
+
+    @property
+    def peak(self) -> float:
+        return self.device.peak_flops["bfloat16"]
+
+    @property
+    def kernel(self) -> float:
+        return self.rates.kernel_seconds
+
+    def stream(self, moved_bytes: float) -> float:
+        """Seconds of a memory-bound operation."""
+        return moved_bytes / (self.device.bytes_per_second * self.rates.memory)
+
+    def attention(self, flops: float, *, backward: bool = False) -> float:
+        rates = self.rates
+        return flops / (self.peak * (rates.attention_backward if backward else rates.attention))
+
+    def collective(self, size: float, ranks: int, stride: int = 1, *, reduces_all: bool = False) -> float:
+        """Seconds of an all-gather, reduce-scatter or all-to-all of ``size`` bytes, or of an all-reduce: rings whose
+        ranks lie ``stride`` apart. Between nodes they use the networks of all ranks of the group in a node."""
+        if ranks <= 1:
+            return 0.0
+        nodes = ceil(ranks * stride / self.node)
+        inside = self.device.link_bytes_per_second
+        wire = inside if nodes == 1 else min(inside, max(1, self.node // stride) * self.rates.network)
+        times = 2 if reduces_all else 1
+        latency = 10e-6 + 4e-6 * math.log2(ranks) + 8e-6 * math.log2(nodes)
+        return times * ((ranks - 1) / ranks * size / (wire * self.rates.link) + latency)
+
+    def message(self, size: float, span: int) -> float:
+        """Seconds of a message between stages of a job of ``span`` ranks."""
+        wire = self.device.link_bytes_per_second if span <= self.node else self.rates.network
+        return size / (wire * self.rates.link) + 15e-6
+
+    def with_rates(self, **changes: float) -> Machine:
+        return replace(self, rates=replace(self.rates, **changes))
