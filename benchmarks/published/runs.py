@@ -48,7 +48,7 @@ _SCHEDULES = {
 _HEADS = {"redis": "balanced", "vocab-1": "split", "vocab-2": "split", "interlaced": "split"}
 _AHEAD = {"vocab-1": 2, "vocab-2": 1}
 """Forwards more ahead; of an interlaced head half as many as ranks."""
-_EAGER = ("titan", "foundry", "fms", "torchtune", "automodel", "fsdp")
+_EAGER = ("titan", "foundry", "fms", "torchtune", "automodel", "fsdp", "paddle")
 
 
 @dataclass
@@ -121,6 +121,16 @@ class Run:
         )  # fmt: skip
 
     @property
+    def _attention(self) -> str:
+        """The kernel: that of llm-foundry is Triton's of 2023, Paddle 2.5 has the first FlashAttention."""
+        text, framework = self.attention or "flash", self._framework
+        if "unfused" in text:
+            return "unfused"
+        if "foundry" in framework or "paddle" in framework:
+            return "flash1"
+        return "fused" if "TE" in text or "cuDNN" in text else "flash2"
+
+    @property
     def _recompute(self) -> tuple[str, float]:
         detail, kind = self.recompute_detail or "", self.recompute or "none"
         if "2nd" in detail:
@@ -143,10 +153,10 @@ class Run:
         dtypes = self.state_dtypes or ""
         base = Software(
             kernels="compiled" if self.compile else kernels,
-            attention="unfused" if unfused else "flash",
+            attention=self._attention,
             dropout="dropout 0.1" in notes or "dropout in" in notes or unfused,
             selective=("products",) if titan and "core" not in detail else modules or ("core_attn",),
-            stops_early=False,
+            stops_early=like_torch,
             reduce_bytes=4.0 if "fp32 reduce" in dtypes else 2.0,
             resharded=self.zero_stage != 2,
             overlaps_reduce=not old,

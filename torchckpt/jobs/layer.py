@@ -65,13 +65,11 @@ class LayerWork:
 
     @cached_property
     def attention(self) -> tuple[float, float]:
-        """Forward, backward. Flash skips half of the scores, and its backward makes them again: 5 products for 2."""
+        """Forward, backward. All kernels but ``unfused`` skip the masked half of the scores."""
         model, layout, machine = self.model, self.layout, self.machine
-        if layout.software.attention == "flash":
+        if layout.software.attention != "unfused":
             flops = 2.0 * layout.micro_batch * layout.sequence * layout.context * model.query_width / layout.tp
-            speed = layout.software.attention_speed
-            forward, backward = machine.attention(flops), machine.attention(2.5 * flops, backward=True)
-            return self._beside_ring(forward / speed, backward / speed)
+            return self._beside_ring(*machine.attention(flops, layout.software.attention, layout.sequence))
         heads, sequence = max(1.0, layout.micro_batch * model.heads / layout.tp), layout.sequence
         size = model.head_size
         two = sum(machine.product(Product(sequence, *each, heads)) for each in ((sequence, size), (size, sequence)))
@@ -91,16 +89,28 @@ class LayerWork:
     def elementwise(self) -> float:
         """Norms, residuals and dropout, in the part that sequence parallel splits; the activation and the rotation of
         queries and keys in the part that tensor parallel splits."""
-        model, layout, eager = self.model, self.layout, self._software == "eager"
-        norms = model.hidden * (22 if layout.software.dropout else 16) * (1.8 if eager else 1)
-        inner = 4 * self.width
-        if model.gated:
-            inner = 6 * self.width * (1.3 if eager else 1) + 8 * (model.query_width + model.kv_width)
+        model, layout = self.model, self.layout
+        norms, inner = self._moved_bytes
         whole = layout.tokens / layout.tp if layout.sequence_parallel else layout.tokens
-        moved = whole * norms + layout.tokens * inner / layout.tp
+        moved = whole * norms * model.hidden + layout.tokens * inner / layout.tp
         if not self.dense:
             moved += 8 * layout.tokens * model.active * model.hidden / layout.tp
         return self.machine.stream(moved) + self.kernels * self.machine.kernel
+
+    @property
+    def _moved_bytes(self) -> tuple[float, float]:
+        """Bytes of a token that norms and residuals move, for each of ``hidden``; those of the activation and rotation.
+
+        Fused: a norm reads and writes 2 bytes, as the residual does, with what both read. In eager mode an RMS norm is
+        six kernels, most of them in float32; a rotation is three.
+        """
+        model, eager = self.model, self._software == "eager"
+        if not model.gated:
+            return (22 if self.layout.software.dropout else 24 if eager else 16), 4 * self.width
+        rotated = model.query_width + model.kv_width
+        if eager:
+            return 84, 10 * self.width + 20 * rotated
+        return (22 if self.layout.software.dropout else 16), 6 * self.width + 8 * rotated
 
     @property
     def kernels(self) -> int:
@@ -124,7 +134,7 @@ class LayerWork:
     @cached_property
     def host(self) -> float:
         """Seconds that a host needs to start the kernels of a forward; a collective counts as four."""
-        flash = self.layout.software.attention == "flash"
+        flash = self.layout.software.attention != "unfused"
         kernels = 4 + self.kernels + (2 if flash else 6) + (8 if self.layout.tp > 1 else 0)
         return self.machine.rates.host_seconds * (0.3 if self._software == "compiled" else 1) * kernels
 
@@ -165,7 +175,7 @@ class LayerWork:
     def flops(self) -> float:
         """Of a forward."""
         layout = self.layout
-        scores = (2.0 if layout.software.attention == "flash" else 4.0) * layout.micro_batch * layout.sequence
+        scores = (4.0 if layout.software.attention == "unfused" else 2.0) * layout.micro_batch * layout.sequence
         return sum(product.flops for product in self.products) + (
             scores * layout.context * self.model.query_width / layout.tp
         )

@@ -21,10 +21,9 @@ class Software:
 
     kernels: str = "fused"
     """``fused``: hand-written kernels; ``compiled`` by Inductor; ``eager``, an operation a kernel."""
-    attention: str = "flash"
-    """``flash``, or ``unfused``, which writes the scores to memory."""
-    attention_speed: float = 1.0
-    """Of flash kernels, relative to those of 2024."""
+    attention: str = "fused"
+    """A kernel of :attr:`Rates.attention`: ``flash1`` (2022, and Triton's), ``flash2``, ``fused`` (cuDNN 9, FlashAttention
+    3); or ``unfused``, which writes the scores to memory."""
     dropout: bool = False
     selective: tuple[str, ...] = ("core_attn",)
     """What ``selective`` recomputes: modules as Megatron names them (``core_attn``, ``mlp``, ``layernorm``,

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple
@@ -17,34 +18,37 @@ class Rates:
 
     product: float
     """Large matrix products, of the peak FLOPs."""
-    attention: float
-    """Flash attention, of the peak FLOPs, forward."""
-    attention_backward: float
-    """The same, backward."""
+    attention: Mapping[str, tuple[float, float]]
+    """By kernel, of the peak FLOPs, on long sequences with a causal mask: forward, backward."""
     units: int
     """Multiprocessors, which share the tiles of a product."""
     network: float
     """Bytes per second between nodes of one GPU, in one direction."""
-    inner: float = 227.0
+    inner: float = 225.0
     """The inner dimension at which a product reaches half of its rate."""
-    memory: float = 0.64
+    memory: float = 0.77
     """Memory-bound kernels, of the memory's bandwidth."""
     kernel_seconds: float = 3e-6
     """What a kernel loses on the device at its start and end."""
     host_seconds: float = 3e-5
     """What the host needs for one kernel of eager mode."""
-    link: float = 0.783
+    link: float = 0.76
     """Collectives, of the bandwidth of links."""
-    unhidden: float = 0.253
+    unhidden: float = 0.26
     """The share of an overlapped collective that is paid all the same: it takes multiprocessors and bandwidth."""
 
 
+_AMPERE = {"flash1": (0.40, 0.32), "flash2": (0.65, 0.53), "fused": (0.65, 0.53)}
+_HOPPER = {"flash1": (0.22, 0.165), "flash2": (0.36, 0.30), "fused": (0.62, 0.50)}
+_HALF_LENGTH = 512
+"""The sequence at which a kernel of attention reaches half of its rate."""
+
 RATES = {
-    "a100": Rates(0.82, 0.342, 0.342 * 0.85, 108, 25e9),
-    "h100": Rates(0.615, 0.342 * 0.8, 0.342 * 0.68, 132, 50e9),
-    "h200": Rates(0.615, 0.342 * 0.8, 0.342 * 0.68, 132, 50e9),
-    "b200": Rates(0.615, 0.342 * 0.8, 0.342 * 0.68, 148, 50e9),
-    "mi300x": Rates(0.4, 0.342 * 0.5, 0.342 * 0.4, 304, 50e9),
+    "a100": Rates(0.79, _AMPERE, 108, 25e9),
+    "h100": Rates(0.61, _HOPPER, 132, 50e9),
+    "h200": Rates(0.61, _HOPPER, 132, 50e9),
+    "b200": Rates(0.61, _HOPPER, 148, 50e9),
+    "mi300x": Rates(0.4, _HOPPER, 304, 50e9),
 }
 
 
@@ -114,9 +118,11 @@ class Machine:
         """Seconds of a memory-bound operation."""
         return moved_bytes / (self.device.bytes_per_second * self.rates.memory)
 
-    def attention(self, flops: float, *, backward: bool = False) -> float:
-        rates = self.rates
-        return flops / (self.peak * (rates.attention_backward if backward else rates.attention))
+    def attention(self, flops: float, kernel: str, sequence: int) -> tuple[float, float]:
+        """Seconds of a forward of so many FLOPs, and of its backward, which makes the scores again: 5 products for 2."""
+        forward, backward = self.rates.attention[kernel]
+        reached = self.peak * sequence / (sequence + _HALF_LENGTH)
+        return flops / (reached * forward), 2.5 * flops / (reached * backward)
 
     def collective(self, size: float, ranks: int, stride: int = 1, *, reduces_all: bool = False) -> float:
         """Seconds of an all-gather, reduce-scatter or all-to-all of ``size`` bytes, or of an all-reduce: rings whose

@@ -23,7 +23,7 @@ class Saved(NamedTuple):
 def saved_of(model: Model, layout: Layout, *, dense: bool = True) -> Saved:
     """What a layer saves, its input included (Korthikanti et al. 2022, arXiv:2205.05198, section 4.1)."""
     software, tp, hidden = layout.software, layout.tp, model.hidden
-    eager, flash = software.kernels == "eager", software.attention == "flash"
+    eager, flash = software.kernels == "eager", software.attention != "unfused"
     split = 1 / tp if layout.sequence_parallel else 1.0
     width = model.ffn if dense else model.expert_ffn * (model.active + model.shared)
     query, keys = model.query_width, model.kv_width
