@@ -84,19 +84,56 @@ class Run:
         return next((known for known in (name, name.split()[0]) if known in _DEVICES), None)
 
     @property
-    def reason(self) -> str:
-        """Why the row cannot be predicted; empty if it can."""
-        wanted = ("micro_batch", "seq_len", "layers", "hidden", "heads", "global_batch")
+    def kind(self) -> str:
+        """Whose figures the row counts in."""
+        if self.moe or "moe" in self.model_kind:
+            return "MoE"
+        return "fp8" if self.is_low_precision else "dense, bf16 and fp16"
+
+    @property
+    def is_low_precision(self) -> bool:
+        """Whether anything else than bf16 and fp16 is multiplied."""
+        return self.precision.split()[0].split("/")[0] not in ("bf16", "fp16")
+
+    def reason(self, *, timed: bool) -> str:
+        """Why the time, or the memory, of the row cannot be predicted; empty if it can."""
+        wanted = ["layers", "hidden", "heads", "micro_batch", "seq_len", *["microbatches_per_step"] * timed]
         missing = [name for name in wanted if not self.row[name]]
         if missing:
-            return f"no {missing[0].replace('_', ' ')}"
-        if self.device_name is None:
+            return f"{missing[0].replace('_', ' ')} is not printed"
+        if timed and self.device_name is None:
             return f"no data sheet of {self.gpu}"
-        if not self.recompute and not self.moe:
-            return "recompute is not stated"
-        if self.outcome != "ok":
-            return f"its outcome is {self.outcome}"
-        return ""
+        if not self.recompute and self.kind != "MoE" and not (timed and self.kind == "fp8"):
+            return "recompute is not printed"
+        return "" if self.outcome == "ok" else f"the run ended: {self.outcome}"
+
+    @property
+    def time_or_mfu(self) -> float | None:
+        """Seconds, or where only MFU is printed its inverse: for ratios."""
+        return self.step_seconds or (1 / self.mfu_pct if self.mfu_pct else None)
+
+    @property
+    def measured_gib(self) -> float | None:
+        return self.peak_active_gib or self.peak_memory_gib
+
+    @property
+    def memory_kind(self) -> str:
+        """What the figure of memory counts."""
+        if self.peak_active_gib:
+            return "allocated"
+        printed = self.peak_memory_kind or "not stated"
+        return next((kind for kind in ("alloc", "reserved", "device") if kind in printed), printed).replace(
+            "alloc", "allocated").replace("device", "driver").replace("allocatedated", "allocated")
+
+    @property
+    def left_out(self) -> str:
+        """Why the figures of memory leave the row out; empty if they do not."""
+        return next((why for start, why in _LEFT_OUT.items() if self.series.startswith(start)), "")
+
+    @property
+    def remark(self) -> str:
+        """A likely reason for an error of the row."""
+        return next((why for start, why in _REMARKS.items() if self.id.startswith(start)), "not known")
 
     @cached_property
     def machine(self) -> Machine:
@@ -213,13 +250,45 @@ class Run:
 
     @cached_property
     def memory_gib(self) -> float:
-        return max(rank.total for rank in memory_of(self.job)) / GIB
+        most = max(rank.total for rank in memory_of(self.job))
+        return (most + DRIVER_BYTES * (self.memory_kind == "driver")) / GIB
 
     def with_rates(self, rates: dict[str, Rates]) -> Run:
         return Run(self.row, rates, self.levers)
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSON list, or of a file with one object a line."""
+def read_runs(path: Path) -> list[Run]:
+    """The rows of a JSON list, or of a file with one object a line. Levers of torchtune's table add up in its order."""
     text = path.read_text(encoding="utf-8")
-    return list(json.loads(text)) if text.lstrip().startswith("[") else [json.loads(line) for line in text.splitlines()]
+    rows = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.splitlines()]
+    levers: set[str] = set()
+    runs = []
+    for row in rows:
+        if row["series"].startswith("torchtune"):
+            words = (row.get("quoted") or "").lower() + (row["notes"] or "").lower()
+            levers |= {lever for lever in _LEVERS if lever in words.replace("8-bit", "8bit")}
+            runs.append(Run(row, levers=frozenset(levers)))
+        else:
+            runs.append(Run(row))
+    return runs
+
+
+_LEVERS = ("chunk", "fuse", "offload", "8bit")
+_LEFT_OUT = {
+    "atorch-FSDP": "17 GiB that do not shrink with the shards; what holds them is not printed",
+    "bridge-sft70b": "fine-tuning on packed sequences in fp8; the dtypes of gradients are not printed",
+}
+_REMARKS = {
+    "titan24-405b-izb": "the authors report a bug of the schedule in that run",
+    "torchao-B200": "the card is power limited; to how much is not printed",
+    "vtrain-m015": "one micro-batch of 64 on TP 8: the tables' authors have outliers at the extremes of micro-batch",
+    "vtrain-m0": "TP 4 to 16 at the extremes of micro-batch: outliers of the source",
+    "vtrain-s": "TP on one small layer: the host starts kernels more slowly than it computes",
+    "foundry-a100_40gb": "40 GB are nearly full: the allocator frees and asks again",
+    "foundry-a100_80gb-30b-8192": "80 GB are nearly full: the allocator frees and asks again",
+    "foundry-h100_80gb-30b-8192": "80 GB are nearly full: the allocator frees and asks again",
+    "flagperf": "whole GiB of the driver, with buffers that no page of it names",
+    "titan24-405b": "reserved, near the card's capacity: the allocator's cache is in the figure",
+    "zb-": "the kind of GB and the vocabulary are not printed",
+    "vocabpp": "reserved, in MiB / 1024",
+}

@@ -51,7 +51,7 @@ class Job:
         def slowest(last: int) -> float:
             return max(last * each + head, math.ceil((layers - last) / (pp - 1)) * each)
 
-        last = min(range(layers), key=slowest)
+        last = min(reversed(range(layers)), key=slowest)  # of equal ones that which moves least
         others, more = divmod(layers - last, pp - 1)
         return [*(others + (stage < more) for stage in range(pp - 1)), last]
 

@@ -145,12 +145,13 @@ class LayerWork:
         input_grad = sum(machine.product(product.input_grad) for product in self.products)
         weight_grad = sum(machine.product(product.weight_grad) for product in self.products)
         there, back = self.attention
-        whole = forward + there + self.elementwise + self.collectives
+        whole = _beside_host(forward + there + self.elementwise + self.collectives, self.host)
+        backward = input_grad + back + 2 * self.elementwise + self.collectives + weight_grad
         return Seconds(
-            max(whole, self.host),
-            max(input_grad + back + 2 * self.elementwise + self.collectives, 1.5 * self.host - weight_grad),
+            whole,
+            _beside_host(backward, 1.5 * self.host) - weight_grad,
             weight_grad,
-            self._replay(max(whole, self.host)),
+            self._replay(whole),
             2 * self.collectives,
         )
 
@@ -179,6 +180,12 @@ class LayerWork:
         return sum(product.flops for product in self.products) + (
             scores * layout.context * self.model.query_width / layout.tp
         )
+
+
+def _beside_host(device: float, host: float) -> float:
+    """Seconds of kernels that a host starts: those of the slower of both, and a quarter more where they are equal, as
+    one kernel waits for the host and the next for the device."""
+    return float((device**3 + host**3) ** (1 / 3))
 
 
 @dataclass(frozen=True)
