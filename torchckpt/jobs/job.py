@@ -20,6 +20,9 @@ from torchckpt.planning.work.choice import Choice, Choices
 
 __all__ = ["Job"]
 
+_SPLIT = ("zero_bubble", "zb-2p", "zbv", "dualpipe_v")
+"""Schedules with split backwards. Their steps overlap: a rank begins the next one when it has ended its own part."""
+
 @dataclass(frozen=True)
 class Job:
     """A model, how it is split, and on what."""
@@ -44,16 +47,16 @@ class Job:
 
     @cached_property
     def _balanced(self) -> list[int]:
-        """Layers moved away from the last stage, until the slowest stage is fastest."""
-        layers, pp = self.model.layers, self.layout.pp
-        each, head = (sum((s.forward, s.input_grad, s.weight_grad, s.replay)) for s in (self._layer(0), self._head))
+        """Layers moved away from the last stage, to the latest of the others, until no stage has more FLOPs."""
+        layers, others = self.model.layers, self.layout.pp - 1
+        layer, head = self._dense.flops, self._head.product.flops
 
-        def slowest(last: int) -> float:
-            return max(last * each + head, math.ceil((layers - last) / (pp - 1)) * each)
+        def most(last: int) -> float:
+            return max(last * layer + head, math.ceil((layers - last) / others) * layer)
 
-        last = min(reversed(range(layers)), key=slowest)  # of equal ones that which moves least
-        others, more = divmod(layers - last, pp - 1)
-        return [*(others + (stage < more) for stage in range(pp - 1)), last]
+        last = min(reversed(range(layers)), key=most)  # of equal ones that which moves least
+        each, more = divmod(layers - last, others)
+        return [*(each + (stage >= others - more) for stage in range(others)), last]
 
     def _layer(self, layer: int) -> Seconds:
         return (self._dense if self.model.is_dense(layer) else self._routed).seconds
@@ -67,8 +70,8 @@ class Job:
         return LayerWork(self.model, self.layout, self.machine, dense=False)
 
     @cached_property
-    def _head(self) -> Seconds:
-        return Head(self.model, self.layout, self.machine).seconds
+    def _head(self) -> Head:
+        return Head(self.model, self.layout, self.machine)
 
     def saved(self, layer: int) -> Saved:
         return self._saved[self.model.is_dense(layer)]
@@ -90,40 +93,56 @@ class Job:
         return tuple(map(self._stage, range(len(self.layers))))
 
     def _stage(self, stage: int) -> Stage:
-        split = self.layout.head == "split"
-        last, count = stage == len(self.layers) - 1, len(self.layers)
-        share = 1 / count if split else float(last)
-        embedding = Head(self.model, self.layout, self.machine).embedding if stage == 0 else 0.0
-        message = self._message if len(self.layers) > 1 else 0.0
-        fsdp = self._fsdp_ends if self.layout.pp == 1 else 0.0
-        head = self._head
+        last = len(self.layers) - 1
+        head = self._head.seconds if stage == last or self.layout.head == "split" else Seconds(0.0, 0.0, 0.0)
+        once = self._head.embedding if stage == 0 else 0.0
+        once += self._fsdp_ends if self.layout.pp == 1 else 0.0
+        forward, backward = self._sent(stage), self._sent(stage - 1)
+        if self.layout.pp > 1:
+            passes = 2 if self.layout.head == "split" else 1
+            forward, backward = forward + passes * self._anew, backward + passes * self._anew
         return Stage(
             tuple(map(self._block, self.layers[stage])),
-            fixed(embedding + message + fsdp, embedding + message + fsdp),
-            fixed(head.forward * share, head.input_grad * share, head.weight_grad * share, self.loss_bytes(stage) if self.holds_loss else 0.0),
-            message_bytes=0.0,
+            fixed(once + forward, once + backward),
+            fixed(head.forward, head.input_grad, head.weight_grad, self.loss_bytes(stage) if self.holds_loss else 0.0),
+            message_bytes=self._message_bytes if stage else 0.0,
             collective_seconds=sum(self._layer(layer).collectives for layer in self.layers[stage]),
         )
+
+    @property
+    def _anew(self) -> float:
+        """Seconds that a host loses at a message: it waits for it, and then some ten kernels start late. A head that is
+        split over stages is a pass of its own."""
+        return 10 * self.machine.rates.host_seconds
+
+    @property
+    def _message_bytes(self) -> float:
+        layout = self.layout
+        return 2.0 * layout.tokens * self.model.hidden / layout.tp
+
+    def _crosses(self, boundary: int) -> bool:
+        """Whether the ranks of a stage and of the next are in two nodes: stages are the outermost dimension."""
+        stride, placement = self.layout.gpus // self.layout.pp, self.schedule.placement
+        nodes = [placement[stage] * stride // self.machine.node for stage in (boundary, boundary + 1)]
+        return nodes[0] != nodes[1]
+
+    def _sent(self, boundary: int) -> float:
+        """Seconds of a message between a stage and the next; 0 where there is none."""
+        if not 0 <= boundary < len(self.layers) - 1:
+            return 0.0
+        return self.machine.message(self._message_bytes, across=self._crosses(boundary))
 
     @property
     def holds_loss(self) -> bool:
         """Whether logits live from the forward of the head to the end of its backward. If that is split in two, the
         first part frees them; if the head is split over stages, each runs both of its parts at once."""
-        whole = self.layout.schedule not in ("zero_bubble", "zb-2p", "zbv", "dualpipe_v")
-        return whole and self.layout.head != "split"
+        return self.layout.schedule not in _SPLIT and self.layout.head != "split"
 
     def loss_bytes(self, stage: int) -> float:
         """The logits of a micro-batch on a stage."""
         layout, last = self.layout, len(self.layers) - 1
         share = 1 / len(self.layers) if layout.head == "split" else float(stage == last)
         return layout.tokens * self.model.vocab / layout.tp * layout.software.loss_bytes * share
-
-    @cached_property
-    def _message(self) -> float:
-        """A message that its sender waits for; none overlaps."""
-        layout = self.layout
-        size = 2.0 * layout.tokens * self.model.hidden / layout.tp
-        return self.machine.message(size, layout.gpus)
 
     def _block(self, layer: int) -> Block:
         return self._blocks[self.model.is_dense(layer)]
@@ -191,7 +210,7 @@ class Job:
 
     @cached_property
     def step(self) -> Step:
-        links = (Link(),) * (len(self.stages) - 1)
+        links = (Link(),) * (len(self.layers) - 1)  # ranks wait for messages: actions have their seconds
         return Step(self.schedule, self.stages, links, self.choices)
 
     @cached_property
@@ -199,7 +218,7 @@ class Job:
         if self.layout.pp == 1:
             return self.layout.micro_batches * self.step.seconds
         run = self.step.run
-        if self.layout.schedule in ("zb-2p", "zero_bubble", "zbv"):
+        if self.layout.schedule in _SPLIT:
             return max(ends[-1] - starts[0] for starts, ends in zip(run.starts, run.ends))
         return run.step_seconds
 

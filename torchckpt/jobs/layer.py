@@ -196,19 +196,27 @@ class Head:
     layout: Layout
     machine: Machine
 
+    @property
+    def _ranks(self) -> int:
+        """The ranks that share the vocabulary."""
+        return self.layout.tp * (self.layout.pp if self.layout.head == "split" else 1)
+
     @cached_property
     def product(self) -> Product:
-        return Product(self.layout.tokens, self.model.vocab / self.layout.tp, self.model.hidden)
+        return Product(self.layout.tokens, self.model.vocab / self._ranks, self.model.hidden)
 
     @cached_property
     def seconds(self) -> Seconds:
-        """The loss is in float32."""
-        machine, logits = self.machine, self.layout.tokens * self.model.vocab / self.layout.tp
-        loss = machine.stream((8 if self.layout.software.kernels == "compiled" else 20) * logits)
+        """The loss is in float32. Stages that share a head get its input, and add up the gradients of it."""
+        machine, logits = self.machine, self.layout.tokens * self.model.vocab / self._ranks
+        other = machine.stream((8 if self.layout.software.kernels == "compiled" else 20) * logits)
+        if self.layout.head == "split":
+            size, pp = 2.0 * self.layout.tokens * self.model.hidden, self.layout.pp
+            other += machine.collective(size, pp, self.layout.gpus // pp)
         forward, input_grad, weight_grad = (
             machine.product(each) for each in (self.product, self.product.input_grad, self.product.weight_grad)
         )
-        return Seconds(forward + loss, input_grad + loss, weight_grad)
+        return Seconds(forward + other, input_grad + other, weight_grad)
 
     @cached_property
     def embedding(self) -> float:

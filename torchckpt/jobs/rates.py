@@ -142,10 +142,7 @@ class Machine:
         latency = 10e-6 + 4e-6 * math.log2(ranks) + 8e-6 * math.log2(nodes)
         return times * ((ranks - 1) / ranks * size / (wire * self.rates.link) + latency)
 
-    def message(self, size: float, span: int) -> float:
-        """Seconds of a message between stages of a job of ``span`` ranks."""
-        wire = self.device.link_bytes_per_second if span <= self.node else self.rates.network
+    def message(self, size: float, *, across: bool = False) -> float:
+        """Seconds of a message between two ranks, in one node or ``across`` two."""
+        wire = self.rates.network if across else self.device.link_bytes_per_second
         return size / (wire * self.rates.link) + 15e-6
-
-    def with_rates(self, **changes: float) -> Machine:
-        return replace(self, rates=replace(self.rates, **changes))
