@@ -122,7 +122,7 @@ class Job:
 
     def _crosses(self, boundary: int) -> bool:
         """Whether the ranks of a stage and of the next are in two nodes: stages are the outermost dimension."""
-        stride, placement = self.layout.gpus // self.layout.pp, self.schedule.placement
+        stride, placement = self.layout.gpus // self.layout.pp, self.layout.placement
         nodes = [placement[stage] * stride // self.machine.node for stage in (boundary, boundary + 1)]
         return nodes[0] != nodes[1]
 
@@ -213,20 +213,19 @@ class Job:
         links = (Link(),) * (len(self.layers) - 1)  # ranks wait for messages: actions have their seconds
         return Step(self.schedule, self.stages, links, self.choices)
 
-    @cached_property
-    def pipeline_seconds(self) -> float:
+    def seconds_of(self, step: Step) -> float:
+        """The seconds of the whole step, for a step of the pipeline: of one micro-batch where there is none."""
         if self.layout.pp == 1:
-            return self.layout.micro_batches * self.step.seconds
-        run = self.step.run
+            return self.layout.micro_batches * step.seconds + self.once_seconds
         if self.layout.schedule in _SPLIT:
-            return max(ends[-1] - starts[0] for starts, ends in zip(run.starts, run.ends))
-        return run.step_seconds
+            return max(ends[-1] - starts[0] for starts, ends in zip(step.run.starts, step.run.ends)) + self.once_seconds
+        return step.seconds + self.once_seconds
 
     @cached_property
     def rank_parameters(self) -> list[tuple[float, float]]:
         """For each rank its parameters before data parallel splits them, and those of experts."""
-        by_rank = [(0.0, 0.0)] * len(self.schedule.ranks)
-        for stage, rank in enumerate(self.schedule.placement):
+        by_rank = [(0.0, 0.0)] * self.layout.pp
+        for stage, rank in enumerate(self.layout.placement):
             dense, routed = by_rank[rank]
             dense += self._end_parameters(stage)
             for layer in self.layers[stage]:
@@ -267,4 +266,4 @@ class Job:
 
     @property
     def step_seconds(self) -> float:
-        return self.pipeline_seconds + self.once_seconds
+        return self.seconds_of(self.step)

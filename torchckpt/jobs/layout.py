@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torchckpt.errors import Fault
 from torchckpt.jobs.model import Model
 
-__all__ = ["RECOMPUTES", "STATES", "Layout", "Software"]
+__all__ = ["RECOMPUTES", "SOFTWARE", "STATES", "Layout", "Software"]
 
 RECOMPUTES = ("none", "selective", "full", "planned")
 STATES = ("none", "zero1", "fsdp2")
@@ -46,6 +46,19 @@ class Software:
     """The gradients of data-parallel ranks are reduced beside the backward."""
     async_tp: bool = False
     offloads: bool = False
+
+
+_FOLDED = ("zbv", "dualpipe_v")
+"""Schedules whose stages go there and back."""
+
+SOFTWARE = {
+    "megatron": Software(),
+    "torchtitan": Software(
+        kernels="compiled", attention="flash2", selective=("products",), stops_early=True, parameter_bytes=4.0,
+        optimizer_bytes=8.0, reduce_bytes=4.0, loss_bytes=4.0,
+    ),
+}  # fmt: skip
+"""Frameworks by name: Megatron-Core with ZeRO-1, torchtitan with FSDP2 and torch.compile."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +119,14 @@ class Layout:
 
     @property
     def stages(self) -> int:
-        return self.pp * (2 if self.schedule in ("zbv", "dualpipe_v") else self.chunks)
+        return self.pp * (2 if self.schedule in _FOLDED and self.pp > 1 else self.chunks)
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The rank of a pipeline that each stage is on."""
+        if self.stages == 2 * self.pp and self.schedule in _FOLDED:
+            return (*range(self.pp), *range(self.pp)[::-1])
+        return tuple(stage % self.pp for stage in range(self.stages))
 
     def layers_of(self, model: Model) -> list[int]:
         """The layers on each stage. Where only all layers and two more divide, both ends have one less, for the

@@ -1,6 +1,7 @@
 """Memory: what each rank of a job holds at its peak, by part."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 
 from torchckpt.jobs.job import Job
@@ -36,16 +37,20 @@ class RankMemory:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-def memory_of(job: Job) -> list[RankMemory]:
-    """The memory of each rank of a pipeline; ranks beside it hold as much."""
-    return [_rank(job, rank) for rank in range(len(job.schedule.ranks))]
+def memory_of(job: Job, peaks: Sequence[float] | None = None) -> list[RankMemory]:
+    """The memory of each rank of a pipeline; ranks beside it hold as much.
+
+    Args:
+        peaks: what the step of each rank holds at most. Default: the step of the layout.
+    """
+    return [_rank(job, rank, peak) for rank, peak in enumerate(job.step.peak_bytes if peaks is None else peaks)]
 
 
-def _rank(job: Job, rank: int) -> RankMemory:
+def _rank(job: Job, rank: int, peak: float) -> RankMemory:
     layout, software = job.layout, job.layout.software
     dense, routed = job.rank_parameters[rank]
-    parameters, peak = dense + routed, job.step.peak_bytes[rank]
-    of_rank = [stage for stage, place in enumerate(job.schedule.placement) if place == rank]
+    parameters = dense + routed
+    of_rank = [stage for stage, place in enumerate(layout.placement) if place == rank]
     layers = [layer for stage in of_rank for layer in job.layers[stage]]
     logits = sum(map(job.loss_bytes, of_rank))
     peak += 0.0 if job.holds_loss else logits

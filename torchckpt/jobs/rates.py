@@ -3,13 +3,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
-from torchckpt.planning.device import Device
+from torchckpt.planning.device import DEVICES, Device
 
-__all__ = ["RATES", "Machine", "Product", "Rates"]
+__all__ = ["MACHINES", "RATES", "Machine", "Product", "Rates"]
 
 
 @dataclass(frozen=True)
@@ -24,17 +24,17 @@ class Rates:
     """Multiprocessors, which share the tiles of a product."""
     network: float
     """Bytes per second between nodes of one GPU, in one direction."""
-    inner: float = 225.0
+    inner: float = 224.0
     """The inner dimension at which a product reaches half of its rate."""
-    memory: float = 0.77
+    memory: float = 0.763
     """Memory-bound kernels, of the memory's bandwidth."""
     kernel_seconds: float = 3e-6
     """What a kernel loses on the device at its start and end."""
-    host_seconds: float = 3e-5
+    host_seconds: float = 29.5e-6
     """What the host needs for one kernel of eager mode."""
-    link: float = 0.76
+    link: float = 0.758
     """Collectives, of the bandwidth of links."""
-    unhidden: float = 0.26
+    unhidden: float = 0.257
     """The share of an overlapped collective that is paid all the same: it takes multiprocessors and bandwidth."""
 
 
@@ -44,10 +44,10 @@ _HALF_LENGTH = 512
 """The sequence at which a kernel of attention reaches half of its rate."""
 
 RATES = {
-    "a100": Rates(0.78, _AMPERE, 108, 25e9),
-    "h100": Rates(0.61, _HOPPER, 132, 50e9),
-    "h200": Rates(0.61, _HOPPER, 132, 50e9),
-    "b200": Rates(0.61, _HOPPER, 148, 50e9),
+    "a100": Rates(0.767, _AMPERE, 108, 25e9),
+    "h100": Rates(0.599, _HOPPER, 132, 50e9),
+    "h200": Rates(0.599, _HOPPER, 132, 50e9),
+    "b200": Rates(0.599, _HOPPER, 148, 50e9),
     "mi300x": Rates(0.4, _HOPPER, 304, 50e9),
 }
 
@@ -146,3 +146,7 @@ class Machine:
         """Seconds of a message between two ranks, in one node or ``across`` two."""
         wire = self.rates.network if across else self.device.link_bytes_per_second
         return size / (wire * self.rates.link) + 15e-6
+
+
+MACHINES = {name: Machine(DEVICES[name], rates) for name, rates in RATES.items()}
+"""The known devices, in nodes of eight, each with a network of its own."""
