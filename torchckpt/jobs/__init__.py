@@ -2,6 +2,7 @@
 
 No torch is imported, and no model is made: parameters, FLOPs, bytes and collectives follow from sizes.
 
+    picture              the memory of each rank, drawn
     search               the best of all layouts of a model on so many GPUs
     plan                 a job within the memory of its devices
     memory               what each rank holds, by part

@@ -99,7 +99,7 @@ class Job:
         once += self._fsdp_ends if self.layout.pp == 1 else 0.0
         forward, backward = self._sent(stage), self._sent(stage - 1)
         if self.layout.pp > 1:
-            passes = 2 if self.layout.head == "split" else 1
+            passes = 3 if self.layout.head == "split" else 1
             forward, backward = forward + passes * self._anew, backward + passes * self._anew
         return Stage(
             tuple(map(self._block, self.layers[stage])),
@@ -111,8 +111,8 @@ class Job:
 
     @property
     def _anew(self) -> float:
-        """Seconds that a host loses at a message: it waits for it, and then some ten kernels start late. A head that is
-        split over stages is a pass of its own."""
+        """Seconds that a host loses at a message: it waits for it, and then some ten kernels start late. A head and
+        an embedding that are split over stages are passes of their own."""
         return 10 * self.machine.rates.host_seconds
 
     @property
