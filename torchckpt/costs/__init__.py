@@ -11,6 +11,7 @@
 >>> plan = plan_pipeline(one_f_one_b(2, 8), costs.stages, "50%", costs.link)
 """
 from torchckpt.costs.collective import Collective
+from torchckpt.costs.mesh import fake_mesh
 from torchckpt.costs.pipeline import EFFICIENCY, PipelineCosts, pipeline_costs
 
-__all__ = ["EFFICIENCY", "Collective", "PipelineCosts", "pipeline_costs"]
+__all__ = ["EFFICIENCY", "Collective", "PipelineCosts", "fake_mesh", "pipeline_costs"]
