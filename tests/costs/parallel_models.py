@@ -23,6 +23,9 @@ __all__ = ["LAYOUTS", "Way", "built"]
 
 ROWS, WORDS = 2, 64
 
+all_gather = getattr(funcol, "all_gather_single_autograd", None) or funcol.all_gather_tensor_autograd
+"""Its name since 2.13, and before."""
+
 
 class Way(NamedTuple):
     """What a model is, and how it is parallelized."""
@@ -45,7 +48,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (layer(x).unflatten(-1, (-1, 8)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         if self.context is not None:
-            k, v = (funcol.all_gather_tensor_autograd(y.contiguous(), 2, self.context) for y in (k, v))
+            k, v = (all_gather(y.contiguous(), 2, self.context) for y in (k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=self.context is None, enable_gqa=True)
         return self.out(y.transpose(1, 2).flatten(2))
 

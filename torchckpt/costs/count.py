@@ -331,5 +331,5 @@ def _gradient_bytes(parameter: nn.Parameter, elements: int, counted: set[Storage
     if parameter.grad is None:
         return elements * parameter.element_size()
     sizes = {storage: size for storage, size in storage_of(parameter.grad).items() if storage not in counted}
-    counted |= sizes.keys()
+    counted.update(sizes)
     return sum(sizes.values())
