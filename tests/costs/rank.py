@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -36,8 +36,8 @@ def measured(way: Way) -> dict:
         # DTensor runs an operator that is new to it with the global shapes; after one step none is new.
         _, plain, replayed = (_step(*built(way, mesh), mesh, replays) for replays in (True, False, True))
     plain["flops"]["replay"] = replayed["flops"]["backward"] - plain["flops"]["backward"]
-    for (phase, *collective), count in (replayed["collectives"] - plain["collectives"]).items():
-        plain["collectives"]["replay", *collective] = count
+    for (_, *collective), count in (replayed["collectives"] - plain["collectives"]).items():
+        plain["collectives"][("replay", *collective)] = count
     return plain
 
 
@@ -124,7 +124,7 @@ class _Seen(TorchDispatchMode):
         if operator.namespace in ("c10d", "_c10d_functional", "_dtensor") and name in KINDS:
             sides = (*args, outputs)
             size = max(sum(x.numel() * x.element_size() for x in local(side)) for side in sides)
-            self.collectives[self.phase, KINDS[name], size, *self._group(operator, args)] += 1
+            self.collectives[(self.phase, KINDS[name], size, *self._group(operator, args))] += 1
         if operator.namespace == "fsdp" and name != "chunk_cat":
             self.gathered |= bytes_of((outputs, kwargs.get("out"))).keys()
             alive = (torch.UntypedStorage._new_with_weak_ptr(key.cdata) for key in self.gathered)

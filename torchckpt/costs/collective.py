@@ -27,5 +27,5 @@ class Collective(NamedTuple):
     """The name of the mesh's dimension; empty if it is unknown."""
     phase: str
     """``forward``, ``backward``, ``replay`` or ``step``."""
-    count: int = 1
+    count: int = 1  # type: ignore[assignment]  # a tuple counts
     """How often it occurs in the phase, of one micro-batch."""

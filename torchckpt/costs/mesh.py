@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import combinations, product
 from typing import TYPE_CHECKING
 
-from torchckpt.errors import Fault, called, check, raise_fault
+from torchckpt.errors import Fault, brief, called, check, raise_fault
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -32,12 +32,12 @@ class Layout:
         """
         choices = (names for count in range(1, len(self.sizes) + 1) for names in combinations(self.sizes, count))
         along = next((names for names in choices if self._ranks_along(names) == tuple(sorted(ranks))), None)
-        if along is not None:
-            return "_".join(along)
-        given = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
-        rule = "a collective is on a group of ranks that is no dimension of the mesh, and no product of dimensions"
-        received = f"the ranks {_listed(ranks)}, as rank {self.rank} of {given}"
-        raise_fault(Fault(rule, received, "groups of the mesh, mesh.get_group('tp'), or a dimension for each group"))
+        if along is None:
+            given = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
+            rule = "a collective is on a group of ranks that is no dimension of the mesh, and no product of dimensions"
+            received = f"the ranks {brief(ranks)}, as rank {self.rank} of {given}"
+            raise_fault(Fault(rule, received, "mesh.get_group('tp'), or a dimension of the mesh for each group"))
+        return "_".join(along)
 
     def _ranks_along(self, names: tuple[str, ...]) -> tuple[int, ...]:
         """The ranks that differ from this one along the dimensions ``names`` alone."""
@@ -47,10 +47,6 @@ class Layout:
             choices.append([stride * place for place in places])
             stride *= size
         return tuple(sorted(map(sum, product(*choices))))
-
-
-def _listed(ranks: tuple[int, ...]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
 _LAYOUT: ContextVar[Layout | None] = ContextVar("torchckpt_layout", default=None)

@@ -74,7 +74,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
         """Storages of parameters that were gathered for a while, and of the buffers that they were gathered into."""
         self.gathered_bytes = 0
         """The most that they took at once."""
-        self.beside: Counter[tuple[str, int]] = Counter()
+        self.beside: defaultdict[tuple[str, int], float] = defaultdict(float)
         """The seconds of what runs beside the operators of each phase and part."""
         self.phase: str | None = None
         self.part = BEFORE

@@ -29,7 +29,7 @@ STEP = "step"
 _NAMES = {FORWARD: "forward", BOTH_GRADS: "backward", REPLAY: "replay", STEP: "step"}
 
 
-class ParallelLedger(Ledger):
+class ParallelLedger(Ledger):  # type: ignore[no-untyped-call]  # untyped in torch
     """Counts collectives, too, and what FSDP2 gathers.
 
     A gather of FSDP2 belongs to the part whose parameters it gathers, not to the one in which it starts: in the

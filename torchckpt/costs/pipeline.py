@@ -70,7 +70,20 @@ class PipelineCosts:
         head = f"{self.device.name}: {self.efficiency:.0%} of its peak, link {self.link.bandwidth / 1e9:.4g} GB/s"
         size = self.optimizer_bytes
         state = "Adam's state" if size is None else f"{size:g} bytes of state a parameter"
-        return f"{head}; of one micro-batch:\n\n{aligned(rows)}\n\nstatic: weights, their gradients, {state}"
+        gathered = ", what is gathered at once" if any(counted.gathered_bytes for counted in self.counted) else ""
+        static = f"static: weights, their gradients, {state}{gathered}"
+        return f"{head}; of one micro-batch:\n\n{aligned(rows)}\n\n{static}{self._collectives()}"
+
+    def _collectives(self) -> str:
+        """The collectives of the first block that has any, as a table."""
+        blocks = (part.collectives for counted in self.counted for part in counted.blocks if part.collectives)
+        rows = [
+            (each.phase, each.kind, f"{each.dimension} ({each.ranks})", f"{each.bytes / 1e6:.4g} MB", str(each.count))
+            for each in next(blocks, ())
+        ]
+        if not rows:
+            return ""
+        return f"\n\n{aligned([('a block', 'collective', 'over', 'bytes', 'times'), *rows])}"
 
 
 @called("pipeline_costs()")
@@ -85,6 +98,11 @@ def pipeline_costs(
     kernels: str = "accelerator",
 ) -> PipelineCosts:
     """Count the seconds and bytes of the stages that ``build`` makes, without running them on a device.
+
+    Inside of :func:`~torchckpt.costs.fake_mesh` the stages may be parallelized: tensor, sequence, context and expert
+    parallelism, FSDP2. Then counts are those of one rank, with its collectives, and ``static_bytes`` has what FSDP2
+    gathers at once. A collective takes seconds by the device's ``network``. The block waits for it, but FSDP2's run
+    beside the block's work, as they are started ahead: of them the block waits for what exceeds this work.
 
     >>> def stages():
     ...     first, second = (nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))) for _ in range(2))

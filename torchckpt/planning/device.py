@@ -50,9 +50,9 @@ class Network:
         away, rounds = ranks - on_node, 2 if kind == "all_reduce" else 1
         if kind in ("all_to_all", "permute"):
             hops = self.outer_latency_seconds if away else self.latency_seconds
-            inner, outer = (1, 0) if not away else (0, 1)
-            if kind == "all_to_all":
-                inner, outer = (on_node - 1) / ranks, away / ranks
+            inner, outer = (on_node - 1) / ranks, away / ranks
+            if kind == "permute":
+                inner, outer = float(not away), float(away > 0)
             moving = max(inner * size / self.bytes_per_second, outer * size / self.outer_bytes_per_second)
             return self.start_seconds + hops + moving
         nodes = -(-ranks // on_node)

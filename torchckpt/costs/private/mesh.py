@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor, _collective_utils, _redistribute, placement_types
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -41,7 +41,7 @@ def ranks_without_processes(rank: int, world: int) -> Iterator[None]:
         sys.excepthook = hook  # init_process_group() of torch/distributed/distributed_c10d.py wraps it each time
         # Caches of torch/distributed/tensor/_sharding_prop.py and _redistribute.py hold meshes, and with them the names
         # of groups that are gone; a later mesh finds them.
-        _clear_sharding_prop_cache()
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # untyped in torch
         _redistribute._gen_transform_infos.cache_clear()
 
 
@@ -74,9 +74,9 @@ def without_values(node_devices: int) -> Iterator[None]:
     DTensor takes a node for one of so many devices: ``MeshTopoInfo`` of torch/distributed/tensor/_collective_utils.py
     asks the CPU, which says one."""
     with ExitStack() as stack:
-        resources = _collective_utils._mesh_resources
+        resources = _collective_utils._mesh_resources  # type: ignore[attr-defined]  # private
         stack.enter_context(_replaced(resources, "num_devices_per_host", lambda _: node_devices))
-        stack.enter_context(_Integers())
+        stack.enter_context(_Integers())  # type: ignore[no-untyped-call]  # untyped in torch
         yield
 
 
@@ -148,7 +148,7 @@ def group_of(operator: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
     values = {argument.name: value for argument, value in zip(operator._schema.arguments, args)} | kwargs
     group: Any = next(values[name] for name in ("group_name", "process_group", "group") if name in values)
     if isinstance(group, str):
-        group = _resolve_process_group(group)  # type: ignore[arg-type]  # a name of a group is a type of its own
+        group = c10d._resolve_process_group(group)  # type: ignore[attr-defined, arg-type]  # private
     elif not isinstance(group, dist.ProcessGroup):
         group = dist.ProcessGroup.unbox(group)
     return tuple(dist.get_process_group_ranks(group))
