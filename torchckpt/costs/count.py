@@ -26,14 +26,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchckpt.costs.operation import AFTER, BEFORE, BOTH_GRADS, FORWARD, INPUT_GRAD, REPLAY, Ledger, SecondsOf
+from torchckpt.costs.collective import Collective
+from torchckpt.costs.operation import AFTER, BEFORE, BOTH_GRADS, FORWARD, INPUT_GRAD, REPLAY, Ledger
 from torchckpt.planning.work.block import Block
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.core.scope import Scope
 from torchckpt.regions.private import newest_node, number_of
 from torchckpt.regions.saved import storage_of
-from torchckpt.tensors import nodes_behind, tensors_in
+from torchckpt.tensors import inner_tensors, nodes_behind, tensors_in
 from torchckpt.typing import Function
 
 __all__ = ["Counted", "Part", "counted", "repeated_children", "static_of", "watched"]
@@ -53,6 +54,8 @@ class Part:
     If the block is recomputed before its gradient arrives, they are in memory beside its saved bytes."""
     changes_input: bool = False
     """Whether it changes an input in place. Then it cannot run again."""
+    collectives: tuple[Collective, ...] = ()
+    """What it tells other ranks, and hears of them; in a :func:`~torchckpt.costs.fake_mesh` alone."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,9 @@ class Counted:
     message_bytes: int
     """The bytes of the floating-point tensors that the stage is called with."""
     parameters: int
-    """The elements of its trained parameters."""
+    """The elements of its trained parameters, or of this rank's shares of them."""
+    gathered_bytes: int = 0
+    """The most that FSDP2 has gathered of parameters at once, with the buffers that it gathers into."""
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -130,7 +135,8 @@ class _Forward:
         return sum(map(self._sizes.__getitem__, storages))
 
     def _met(self, tensor: Tensor) -> Iterable[StorageWeakRef]:
-        sizes = {storage: size for storage, size in storage_of(tensor).items() if storage not in self._static}
+        apart = self._static, self.ledger.gathered
+        sizes = {key: size for key, size in storage_of(tensor).items() if not any(key in keys for keys in apart)}
         self._sizes.update(sizes)
         return sizes
 
@@ -143,19 +149,19 @@ def counted(
     stage: nn.Module,
     call: Callable[[], Any],
     inputs: Any,
-    seconds_of: SecondsOf,
+    ledger: Ledger,
     children: Sequence[nn.Module] | None,
     optimizer_bytes: float | None,
 ) -> tuple[Counted, Any]:
     """Run ``call``, the forward of ``stage`` on ``inputs``, and its backwards. Returns the counts and the outputs.
 
     Args:
+        ledger: a new one, of the same kind for each stage.
         children: the modules whose calls are blocks; None where regions are.
         optimizer_bytes: see :func:`~torchckpt.costs.count.static_of`.
     """
-    static = static_of(stage, optimizer_bytes)
-    ledger = Ledger(seconds_of, static)
-    forward = _Forward(ledger, static)
+    ledger.watched = static_of(stage, optimizer_bytes)
+    forward = _Forward(ledger, ledger.watched)
     parameters = [parameter for parameter in stage.parameters() if parameter.requires_grad]
     with ledger:
         blocks_watched = watched(forward.enter, forward.leave, children)
@@ -165,11 +171,22 @@ def counted(
         leaves = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
         for node in nodes_behind(graded):
             node.register_prehook(_turning(ledger, forward.part_of(node)))
-        _backward(ledger, INPUT_GRAD, graded, [*leaves, *forward.inputs])
-        _backward(ledger, BOTH_GRADS, graded, [*leaves, *forward.inputs, *parameters])
+        gradients = [torch.ones_like(output) for output in graded]
+        if graded:
+            with _phase(ledger, BOTH_GRADS):  # FSDP2 reduces what it finds in .grad
+                torch.autograd.backward(graded, gradients, retain_graph=True)
+        if graded and (inner := [*leaves, *forward.inputs]):
+            with _phase(ledger, INPUT_GRAD):
+                torch.autograd.grad(graded, inner, gradients, allow_unused=True)
+        static = static_of(stage, optimizer_bytes)  # the first forward of FSDP2 pads weights, the backward gradients
+        ledger.step(parameters)
+    for tensor in (*parameters, *leaves):
+        tensor.grad = None
     before, after, *blocks = _parts(forward, static)
-    message = sum(tensor.nbytes for tensor in tensors_in(inputs) if tensor.is_floating_point())
-    return Counted(before, tuple(blocks), after, message, sum(tensor.numel() for tensor in parameters)), outputs
+    message = sum(share.nbytes for tensor in tensors_in(inputs) for share in inner_tensors(tensor) if
+        share.is_floating_point())
+    elements = sum(share.numel() for parameter in parameters for share in inner_tensors(parameter))
+    return Counted(before, tuple(blocks), after, message, elements, ledger.gathered_bytes), outputs
 
 
 def _parts(forward: _Forward, static: Mapping[StorageWeakRef, float]) -> Iterator[Part]:
@@ -180,12 +197,12 @@ def _parts(forward: _Forward, static: Mapping[StorageWeakRef, float]) -> Iterato
         static_bytes[ledger.users.get(storage, BEFORE)] += size
     for part in (BEFORE, AFTER, *range(len(forward.boundaries))):
         phases = FORWARD, INPUT_GRAD, BOTH_GRADS, REPLAY
-        ahead, inner, both, replay = (ledger.seconds[phase, part] for phase in phases)
+        ahead, inner, both, replay = (max(ledger.seconds[phase, part], ledger.beside[phase, part]) for phase in phases)
         forward_flops, _, backward_flops, replay_flops = (ledger.flops[phase, part] for phase in phases)
         saved, boundary, unsaved = amounts[part]
         work = Block(ahead, inner, max(0.0, both - inner), replay, saved, boundary, static_bytes[part])
-        changes_input = part in forward.changing
-        yield Part(work, forward_flops, backward_flops, replay_flops, unsaved, changes_input)
+        flops, changes_input = (forward_flops, backward_flops, replay_flops), part in forward.changing
+        yield Part(work, *flops, unsaved, changes_input, ledger.collectives(part))
 
 
 def _turning(ledger: Ledger, part: int) -> Callable[[Any], None]:
@@ -195,14 +212,6 @@ def _turning(ledger: Ledger, part: int) -> Callable[[Any], None]:
         ledger.part = part
 
     return turn
-
-
-def _backward(ledger: Ledger, phase: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    if not outputs or not inputs:
-        return
-    gradients = [torch.ones_like(output) for output in outputs]
-    with _phase(ledger, phase):
-        torch.autograd.grad(outputs, inputs, gradients, retain_graph=phase == INPUT_GRAD, allow_unused=True)
 
 
 @contextmanager
@@ -302,12 +311,25 @@ def static_of(stage: nn.Module, optimizer_bytes: float | None = None) -> dict[St
         optimizer_bytes: state of each trained element. Default: Adam's, 12 for one of two bytes, 8 for one of four.
     """
     sizes: dict[StorageWeakRef, float] = {}
+    gradients: set[StorageWeakRef] = set()
     for tensor in (*stage.parameters(), *stage.buffers()):
         state_bytes: float = _MOMENTS_BYTES + (_MASTER_BYTES if tensor.element_size() < 4 else 0)
         if optimizer_bytes is not None:
             state_bytes = optimizer_bytes
-        is_trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
-        added_bytes = tensor.numel() * (tensor.element_size() + state_bytes) if is_trained else 0
+        added_bytes = 0.0
+        if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+            elements = sum(share.numel() for share in inner_tensors(tensor))
+            added_bytes = elements * state_bytes + _gradient_bytes(tensor, elements, gradients)
         for storage, size in storage_of(tensor).items():
             sizes[storage] = sizes.get(storage, size) + added_bytes  # several may be views of one storage
     return sizes
+
+
+def _gradient_bytes(parameter: nn.Parameter, elements: int, counted: set[StorageWeakRef]) -> int:
+    """The bytes of a gradient: those that it has, if there is one, without storages that were ``counted`` with another
+    parameter's. FSDP2 reduces the gradients of a module into one storage."""
+    if parameter.grad is None:
+        return elements * parameter.element_size()
+    sizes = {storage: size for storage, size in storage_of(parameter.grad).items() if storage not in counted}
+    counted.update(sizes)
+    return sum(sizes.values())

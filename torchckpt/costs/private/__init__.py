@@ -1,4 +1,7 @@
-"""Private: every private name of torch that ``torchckpt.costs`` uses, in one place."""
+"""Private: every private name of torch that ``torchckpt.costs`` uses, in one place.
+
+    mesh              a mesh whose other ranks are not there: what torch lacks for it
+"""
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
@@ -15,6 +18,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode  # what sees every operator; no public form
 
 from torchckpt.modules import imported
+from torchckpt.tensors import inner_tensors
 
 __all__ = [
     "VALUES_ASKED", "TorchDispatchMode", "fused_attention", "is_unallocated", "is_view", "sharded_kind", "unallocated",
@@ -47,7 +51,7 @@ def unallocated() -> AbstractContextManager[Any]:
 
 def is_unallocated(tensor: Tensor) -> bool:
     """Whether ``tensor`` has no memory and is on the CPU, where operators choose the kernels of a real device."""
-    return isinstance(tensor, FakeTensor) and tensor.device.type == "cpu"
+    return tensor.device.type == "cpu" and all(isinstance(inner, FakeTensor) for inner in inner_tensors(tensor))
 
 
 def sharded_kind(value: object) -> str | None:

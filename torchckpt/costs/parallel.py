@@ -1,0 +1,134 @@
+"""Parallel: a ledger that sees one rank's share of operators, and its collectives.
+
+The model's own code runs: DTensor, FSDP2 and functional collectives. Tensors that wrap others (DTensor) run first, so
+that operators come with the shapes of this rank.
+"""
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from torchckpt.costs.collective import Collective
+from torchckpt.costs.operation import BEFORE, BOTH_GRADS, FORWARD, INPUT_GRAD, REPLAY, Ledger, SecondsOf
+from torchckpt.costs.private.mesh import bytes_alive, collective_kind, group_of, is_partial
+from torchckpt.regions.saved import storage_of
+from torchckpt.tensors import tensors_in
+
+__all__ = ["Communicated", "ParallelLedger"]
+
+Communicated: TypeAlias = Callable[[str, int, tuple[int, ...]], tuple[str, float]]
+"""The dimension and the seconds of a collective, from its kind, its bytes and the ranks of its group."""
+
+STEP = "step"
+_NAMES = {FORWARD: "forward", BOTH_GRADS: "backward", REPLAY: "replay", STEP: "step"}
+
+
+class ParallelLedger(Ledger):  # type: ignore[no-untyped-call]  # untyped in torch
+    """Counts collectives, too, and what FSDP2 gathers.
+
+    A gather of FSDP2 belongs to the part whose parameters it gathers, not to the one in which it starts: in the
+    backward it starts ahead. FSDP2's collectives run beside the work of their part, which waits for what takes longer
+    than the work. Every other collective is waited for. One is of FSDP2 if it reads what an operator of FSDP2 wrote, or
+    what another collective of FSDP2 wrote.
+    """
+
+    def __init__(self, seconds_of: SecondsOf, communicated: Communicated) -> None:
+        super().__init__(seconds_of)
+        self._communicated = communicated
+        self._waited: defaultdict[tuple[str, int], Counter[Collective]] = defaultdict(Counter)
+        self._beside: defaultdict[tuple[str, int], Counter[Collective]] = defaultdict(Counter)
+        self._buffers: set[StorageWeakRef] = set()  # what FSDP2 wrote
+        self._gathers: dict[StorageWeakRef, tuple[Collective, float]] = {}  # under way, by where to
+        self._owners: dict[StorageWeakRef, int] = {}  # the part of a whole parameter
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented
+        kwargs, is_operator = kwargs or {}, isinstance(operator, torch._ops.OpOverload)
+        kind = collective_kind(operator) if is_operator else None
+        if kind is not None:
+            return self._communicate(kind, operator, args, kwargs)
+        if is_operator and operator.namespace == "fsdp":
+            return self._prepare(operator, types, args, kwargs)
+        return super().__torch_dispatch__(operator, types, args, kwargs)
+
+    def saved(self) -> None:
+        super().saved()
+        self._waited[REPLAY, self.part] = self._waited[FORWARD, self.part].copy()
+
+    def collectives(self, part: int) -> tuple[Collective, ...]:
+        return tuple(
+            each._replace(phase=_NAMES[phase], count=count)
+            for phase in _NAMES
+            for counter in (self._waited, self._beside)
+            for each, count in counter[phase, part].items()
+        )
+
+    def step(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Run an optimizer where gradients are still partial sums: it communicates, once for all micro-batches."""
+        partial = [parameter for parameter in parameters if is_partial(parameter.grad)]
+        if partial:
+            self.phase, self.part = STEP, BEFORE
+            torch.optim.AdamW(partial).step()
+            self.phase = None
+
+    def _communicate(self, kind: str, operator: Any, args: Any, kwargs: Any) -> Any:
+        outputs = operator(*args, **kwargs)
+        if self.phase == FORWARD:
+            self._look((args, kwargs), outputs)
+        if not kind or self.phase is None:
+            return outputs
+        ranks = group_of(operator, args, kwargs)
+        sides = [tensors_in(side) for side in (*args, *kwargs.values(), outputs)]
+        size = max(sum(tensor.numel() * tensor.element_size() for tensor in side) for side in sides)
+        dimension, seconds = self._communicated(kind, size, ranks)
+        collective = Collective(kind, size, len(ranks), dimension, "")
+        storages = {storage for side in sides for tensor in side for storage in storage_of(tensor)}
+        if self._buffers.isdisjoint(storages):
+            self._waited[self.phase, self.part][collective] += 1
+            self.seconds[self.phase, self.part] += seconds
+        elif kind == "all_gather":
+            self._gathers.update(dict.fromkeys(storages, (collective, seconds)))
+        else:
+            self._buffers |= storages
+            self._note(collective, seconds)
+        return outputs
+
+    def _note(self, collective: Collective, seconds: float) -> None:
+        key = self.phase or FORWARD, self.part
+        self._beside[key][collective] += 1
+        self.beside[key] += seconds
+
+    def _prepare(self, operator: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator that FSDP2 has before or after a collective."""
+        wholes = {storage for tensor in tensors_in(kwargs.get("out")) for storage in storage_of(tensor)}
+        with self._in(next((self._owners[key] for key in wholes if key in self._owners), self.part)):
+            outputs = super().__torch_dispatch__(operator, types, args, kwargs)
+            written = wholes | {storage for tensor in tensors_in(outputs) for storage in storage_of(tensor)}
+            name = operator.overloadpacket.__name__
+            if name == "split_with_sizes_copy":
+                self._owners.update(dict.fromkeys(wholes, self.part))
+                gathers = [self._gathers.pop(key, None) for key in storage_of(args[0])]
+                for gather in gathers:
+                    if gather is not None:
+                        self._note(*gather)
+            else:
+                self._buffers |= written
+        if name != "chunk_cat" and self.phase != INPUT_GRAD:
+            self.gathered |= written
+            self.gathered_bytes = max(self.gathered_bytes, bytes_alive(self.gathered))
+        return outputs
+
+    @contextmanager
+    def _in(self, part: int) -> Iterator[None]:
+        before, self.part = self.part, part
+        try:
+            yield
+        finally:
+            self.part = before
