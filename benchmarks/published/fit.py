@@ -1,4 +1,4 @@
-"""Fit the seven shares of torchckpt's rates on whole series of published runs, each source left out once as a check.
+"""Fit the six shares of torchckpt's rates on whole series of published runs, each source left out once as a check.
 
     python benchmarks/published/fit.py [--rows FILE] [--left-out]
 
@@ -24,10 +24,9 @@ from benchmarks.published.runs import Run, read_runs  # noqa: E402
 from torchckpt.jobs.rates import RATES, Rates  # noqa: E402
 
 PRIORS = {
-    "ampere": 0.80, "hopper": 0.68, "inner": 200.0, "memory": 0.75, "host_seconds": 25e-6, "link": 0.70,
-    "unhidden": 0.25,
+    "ampere": 0.80, "hopper": 0.68, "inner": 200.0, "memory": 0.75, "host_seconds": 25e-6, "unhidden": 0.25,
 }  # fmt: skip
-"""What is known before: of products the clock under load, of memory and links what vendors' tests of bandwidth reach."""
+"""What is known before: of products the clock under load, of memory what vendors' tests of bandwidth reach."""
 _SPREAD, _ROUND = 0.3, 0.03
 
 

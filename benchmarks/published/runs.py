@@ -26,7 +26,7 @@ def _variant(name: str, **changes: Any) -> Device:
 _DEVICES = {
     "A100 40GB": ("a100", _variant("a100", bytes_per_second=1.555e12, memory_bytes=40e9)),
     "A100": ("a100", DEVICES["a100"]),
-    "A800": ("a100", _variant("a100", link_bytes_per_second=200e9)),
+    "A800": ("a100", _variant("a100", network=replace(DEVICES["a100"].network, bytes_per_second=160e9))),
     "H100 500W": (
         "h100",
         _variant(
@@ -35,7 +35,7 @@ _DEVICES = {
         ),
     ),
     "H100": ("h100", DEVICES["h100"]),
-    "H800": ("h100", _variant("h100", link_bytes_per_second=200e9)),
+    "H800": ("h100", _variant("h100", network=replace(DEVICES["h100"].network, bytes_per_second=165e9))),
     "H200": ("h200", DEVICES["h200"]),
     "B200": ("b200", DEVICES["b200"]),
     "MI300X": ("mi300x", DEVICES["mi300x"]),
@@ -138,10 +138,12 @@ class Run:
     @cached_property
     def machine(self) -> Machine:
         name, device = _DEVICES[self.device_name or "H100"]
-        rates = self.rates[name]
+        network = device.network
+        assert network is not None
+        changes = {"node_devices": self.gpus_per_node or 8}
         if self.inter_node_gbps_per_gpu:
-            rates = replace(rates, network=self.inter_node_gbps_per_gpu / 8 * 1e9)
-        return Machine(device, rates, self.gpus_per_node or 8, self.is_fp8)
+            changes["outer_bytes_per_second"] = self.inter_node_gbps_per_gpu / 8 * 1e9
+        return Machine(replace(device, network=replace(network, **changes)), self.rates[name], self.is_fp8)
 
     @property
     def is_fp8(self) -> bool:

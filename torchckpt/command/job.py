@@ -4,7 +4,6 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import fields, replace
 
 from torchckpt.command.shared import Unusable, count, line, say, say_json, size, write
@@ -94,8 +93,12 @@ def _text(plan: JobPlan) -> str:
 
 def _machine(options: argparse.Namespace) -> Machine:
     machine = MACHINES[options.device.lower()]
-    rates = machine.rates if options.network is None else replace(machine.rates, network=options.network)
-    return replace(machine, rates=rates, node=options.node or machine.node)
+    network = machine.network
+    if options.network is not None:
+        network = replace(network, outer_bytes_per_second=options.network)
+    if options.node is not None:
+        network = replace(network, node_devices=options.node)
+    return replace(machine, device=replace(machine.device, network=network))
 
 
 def _layout(options: argparse.Namespace) -> Layout:

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -123,7 +122,7 @@ class Job:
     def _crosses(self, boundary: int) -> bool:
         """Whether the ranks of a stage and of the next are in two nodes: stages are the outermost dimension."""
         stride, placement = self.layout.gpus // self.layout.pp, self.layout.placement
-        nodes = [placement[stage] * stride // self.machine.node for stage in (boundary, boundary + 1)]
+        nodes = [placement[stage] * stride // self.machine.network.node_devices for stage in (boundary, boundary + 1)]
         return nodes[0] != nodes[1]
 
     def _sent(self, boundary: int) -> float:
@@ -168,7 +167,7 @@ class Job:
             backward = self._beside(backward + rest, reduces + again) - rest
         return Block(
             forward, backward, work.weight_grad, replay if recompute in ("full", "planned") else forward,
-            saved.kept, saved.boundary, 
+            saved.kept, saved.boundary,
         )
 
     def _beside(self, compute: float, communication: float) -> float:
@@ -179,12 +178,12 @@ class Job:
         """Seconds to gather the weights of so many parameters, and to reduce and scatter their gradients."""
         layout, machine = self.layout, self.machine
         ranks, tp = layout.state_ranks, layout.tp
-        gathers = machine.collective(2 * parameters, ranks, tp)
-        reduces = machine.collective(layout.software.reduce_bytes * parameters, ranks, tp)
+        gathers = machine.collective("all_gather", 2 * parameters, ranks, tp)
+        reduces = machine.collective("reduce_scatter", layout.software.reduce_bytes * parameters, ranks, tp)
         replicas = layout.dp * layout.cp // ranks
         if replicas > 1:
             size = layout.software.reduce_bytes * parameters / ranks
-            reduces += machine.collective(size, replicas, tp * ranks, reduces_all=True)
+            reduces += machine.collective("all_reduce", size, replicas, tp * ranks)
         return gathers, reduces
 
     @cached_property
@@ -257,8 +256,8 @@ class Job:
                 seconds += (gathers + reduces) * layers * (1 + machine.rates.unhidden) / 2
             return seconds
         shares = layout.state == "zero1"
-        wire = 6 if shares else 2
-        reduced = machine.collective((dense + routed / layout.ep) * wire, ranks, layout.tp, reduces_all=not shares)
+        kind, wire = ("all_gather", 6) if shares else ("all_reduce", 2)  # ZeRO-1 scatters float32, gathers bfloat16
+        reduced = machine.collective(kind, (dense + routed / layout.ep) * wire, ranks, layout.tp)
         if shares and layout.software.overlaps_reduce:
             room = 0.8 * sum(self.stages[0].parts[i].forward_seconds for i in range(len(self.stages[0].parts))) * 1.5
             return seconds + max(machine.rates.unhidden * reduced, reduced - room)

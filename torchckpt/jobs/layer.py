@@ -82,7 +82,7 @@ class LayerWork:
         if layout.cp == 1:
             return forward, backward
         passed = layout.micro_batch * layout.sequence * 4.0 * self.model.kv_width / layout.tp
-        seconds = self.machine.collective(passed, layout.cp, layout.tp)
+        seconds = self.machine.collective("all_gather", passed, layout.cp, layout.tp)
         return max(forward, seconds), max(backward, 2 * seconds)
 
     @cached_property
@@ -123,12 +123,12 @@ class LayerWork:
         layout, machine = self.layout, self.machine
         size = 2.0 * layout.tokens * self.model.hidden
         if layout.sequence_parallel:
-            seconds = 4 * machine.collective(size, layout.tp)
+            seconds = 2 * sum(machine.collective(kind, size, layout.tp) for kind in ("all_gather", "reduce_scatter"))
         else:
-            seconds = 2 * machine.collective(size, layout.tp, reduces_all=True)
+            seconds = 2 * machine.collective("all_reduce", size, layout.tp)
         seconds *= 0.35 if layout.software.async_tp else 1
         if not self.dense and layout.ep > 1:
-            seconds += 2 * machine.collective(size * self.model.active / layout.tp, layout.ep, layout.tp)
+            seconds += 2 * machine.collective("all_to_all", size * self.model.active / layout.tp, layout.ep, layout.tp)
         return seconds
 
     @cached_property
@@ -212,7 +212,7 @@ class Head:
         other = machine.stream((8 if self.layout.software.kernels == "compiled" else 20) * logits)
         if self.layout.head == "split":
             size, pp = 2.0 * self.layout.tokens * self.model.hidden, self.layout.pp
-            other += machine.collective(size, pp, self.layout.gpus // pp)
+            other += machine.collective("broadcast", size, pp, self.layout.gpus // pp)
         forward, input_grad, weight_grad = (
             machine.product(each) for each in (self.product, self.product.input_grad, self.product.weight_grad)
         )

@@ -1,13 +1,12 @@
 """Rates: the share of a data sheet's peaks that operations reach, by device and size, and the seconds of collectives."""
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
-from torchckpt.planning.device import DEVICES, Device
+from torchckpt.planning.device import DEVICES, Device, Network
 
 __all__ = ["MACHINES", "RATES", "Machine", "Product", "Rates"]
 
@@ -22,8 +21,6 @@ class Rates:
     """By kernel, of the peak FLOPs, on long sequences with a causal mask: forward, backward."""
     units: int
     """Multiprocessors, which share the tiles of a product."""
-    network: float
-    """Bytes per second between nodes of one GPU, in one direction."""
     inner: float = 224.0
     """The inner dimension at which a product reaches half of its rate."""
     memory: float = 0.763
@@ -32,8 +29,6 @@ class Rates:
     """What a kernel loses on the device at its start and end."""
     host_seconds: float = 29.5e-6
     """What the host needs for one kernel of eager mode."""
-    link: float = 0.758
-    """Collectives, of the bandwidth of links."""
     unhidden: float = 0.257
     """The share of an overlapped collective that is paid all the same: it takes multiprocessors and bandwidth."""
 
@@ -44,39 +39,39 @@ _HALF_LENGTH = 512
 """The sequence at which a kernel of attention reaches half of its rate."""
 
 RATES = {
-    "a100": Rates(0.767, _AMPERE, 108, 25e9),
-    "h100": Rates(0.599, _HOPPER, 132, 50e9),
-    "h200": Rates(0.599, _HOPPER, 132, 50e9),
-    "b200": Rates(0.599, _HOPPER, 148, 50e9),
-    "mi300x": Rates(0.4, _HOPPER, 304, 50e9),
+    "a100": Rates(0.767, _AMPERE, 108),
+    "h100": Rates(0.599, _HOPPER, 132),
+    "h200": Rates(0.599, _HOPPER, 132),
+    "b200": Rates(0.599, _HOPPER, 148),
+    "mi300x": Rates(0.4, _HOPPER, 304),
 }
 
 
 class Product(NamedTuple):
-    """``count`` matrix products of ``rows x inner`` by ``inner x columns``."""
+    """``many`` matrix products of ``rows x inner`` by ``inner x columns``."""
 
     rows: float
     columns: float
     inner: float
-    count: float = 1.0
+    many: float = 1.0
 
     @property
     def flops(self) -> float:
-        return 2.0 * self.rows * self.columns * self.inner * self.count
+        return 2.0 * self.rows * self.columns * self.inner * self.many
 
     @property
     def moved(self) -> float:
         """Bytes in half precision."""
-        rows, columns, inner, count = self
-        return 2.0 * count * (rows * inner + inner * columns + rows * columns)
+        rows, columns, inner, many = self
+        return 2.0 * many * (rows * inner + inner * columns + rows * columns)
 
     @property
     def input_grad(self) -> Product:
-        return Product(self.rows, self.inner, self.columns, self.count)
+        return Product(self.rows, self.inner, self.columns, self.many)
 
     @property
     def weight_grad(self) -> Product:
-        return Product(self.columns, self.inner, self.rows, self.count)
+        return Product(self.columns, self.inner, self.rows, self.many)
 
 
 _TILES = ((256, 128, 1.0), (128, 128, 0.95), (64, 128, 0.8), (64, 64, 0.65))
@@ -86,8 +81,8 @@ _FP8 = 1.6
 
 
 def _filled(exact: float, waves: int) -> float:
-    """The rate of a product in whole waves of tiles. Half of what the last wave leaves idle is won back: libraries split
-    the inner dimension of the last tiles (stream-K: Osama et al. 2023, arXiv:2301.03598)."""
+    """The rate of a product in whole waves of tiles. Libraries win back half of what the last wave leaves idle: they
+    split the inner dimension of its tiles (stream-K: Osama et al. 2023, arXiv:2301.03598)."""
     return exact / (0.5 * exact + 0.5 * waves)
 
 
@@ -97,20 +92,24 @@ class Machine:
 
     device: Device
     rates: Rates
-    node: int = 8
     fp8: bool = False
 
     def product(self, work: Product) -> float:
         """Seconds of a product: whole tiles, in whole waves over the multiprocessors."""
-        rows, columns, inner, count = work
+        rows, columns, inner, many = work
         units = self.rates.units
         tiles = ((rate, rows / x, columns / y) for x, y, rate in _TILES)
         whole = max(
-            rate * _filled(down * across * count / units, ceil(ceil(down) * ceil(across) * count / units))
+            rate * _filled(down * across * many / units, ceil(ceil(down) * ceil(across) * many / units))
             for rate, down, across in tiles
         )
         reached = self.peak * self.rates.product * whole * inner / (inner + self.rates.inner)
         return max(work.flops / (reached * (_FP8 if self.fp8 else 1)), self.stream(work.moved)) + self.kernel
+
+    @property
+    def network(self) -> Network:
+        assert self.device.network is not None
+        return self.device.network
 
     @property
     def peak(self) -> float:
@@ -125,28 +124,22 @@ class Machine:
         return moved_bytes / (self.device.bytes_per_second * self.rates.memory)
 
     def attention(self, flops: float, kernel: str, sequence: int) -> tuple[float, float]:
-        """Seconds of a forward of so many FLOPs, and of its backward, which makes the scores again: 5 products for 2."""
+        """Seconds of a forward of so many FLOPs, and of its backward: five products in place of two, as it makes the
+        scores again."""
         forward, backward = self.rates.attention[kernel]
         reached = self.peak * sequence / (sequence + _HALF_LENGTH)
         return flops / (reached * forward), 2.5 * flops / (reached * backward)
 
-    def collective(self, size: float, ranks: int, stride: int = 1, *, reduces_all: bool = False) -> float:
-        """Seconds of an all-gather, reduce-scatter or all-to-all of ``size`` bytes, or of an all-reduce: rings whose
-        ranks lie ``stride`` apart. Between nodes they use the networks of all ranks of the group in a node."""
-        if ranks <= 1:
-            return 0.0
-        nodes = ceil(ranks * stride / self.node)
-        inside = self.device.link_bytes_per_second
-        wire = inside if nodes == 1 else min(inside, max(1, self.node // stride) * self.rates.network)
-        times = 2 if reduces_all else 1
-        latency = 10e-6 + 4e-6 * math.log2(ranks) + 8e-6 * math.log2(nodes)
-        return times * ((ranks - 1) / ranks * size / (wire * self.rates.link) + latency)
+    def collective(self, kind: str, size: float, ranks: int, stride: int = 1) -> float:
+        """Seconds of a collective of ``size`` bytes, the larger of input and output, over ranks that lie ``stride``
+        apart."""
+        on_node = min(ranks, max(1, self.network.node_devices // stride))
+        return self.network.seconds(kind, size, ranks, on_node)
 
     def message(self, size: float, *, across: bool = False) -> float:
         """Seconds of a message between two ranks, in one node or ``across`` two."""
-        wire = self.rates.network if across else self.device.link_bytes_per_second
-        return size / (wire * self.rates.link) + 15e-6
+        return self.network.seconds("permute", size, 2, 1 if across else 2)
 
 
 MACHINES = {name: Machine(DEVICES[name], rates) for name, rates in RATES.items()}
-"""The known devices, in nodes of eight, each with a network of its own."""
+"""The known devices."""

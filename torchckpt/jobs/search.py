@@ -45,14 +45,14 @@ class Found:
     """Whether the search came to its end."""
 
     def __str__(self) -> str:
-        rows = [("", "tp", "cp", "ep", "pp", "dp", "micro", "schedule", "state", "recompute", "step", "tokens/s/GPU",
+        rows: list[tuple[str, ...]] = [("", "tp", "cp", "ep", "pp", "dp", "micro", "schedule", "state", "recompute", "step", "tokens/s/GPU",
                  "MFU", "peak", "bubble", "recomputed", "bound")]  # fmt: skip
         rows += [self._row(place, plan) for place, plan in enumerate(self.best, 1)]
         counted = ", ".join(f"{reason} {count}" for reason, count in self.reasons.most_common())
         ended = "" if self.is_whole else "; interrupted"
         return (
-            f"{aligned(rows)}\n\n{self.layouts} layouts: {self.simulated} simulated, {self.pruned} pruned by their bound"
-            f"; fell out: {counted or 'none'}{ended}"
+            f"{aligned(rows)}\n\n{self.layouts} layouts: {self.simulated} simulated, {self.pruned} pruned by their "
+            f"bound; fell out: {counted or 'none'}{ended}"
         )
 
     @staticmethod
@@ -121,7 +121,7 @@ def _bounded(
 ) -> list[tuple[float, int, Job]]:
     """The layouts that divide and whose state fits, each with the least seconds of its step; a heap."""
     waiting: list[tuple[float, int, Job]] = []
-    for layout in _layouts(model, base, machine.node):
+    for layout in _layouts(model, base, machine.network.node_devices):
         found.layouts += 1
         faults = list(layout.faults(model))
         if faults:
