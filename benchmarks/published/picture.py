@@ -8,7 +8,7 @@ from typing import Any
 __all__ = ["drawn"]
 
 _SIDE, _EDGE = 420, 60
-_COLOURS = ("#0b6e99", "#c7511f", "#3d7d3d", "#8450a6", "#9a7800", "#b0305c", "#4a5a6a", "#007f73", "#6b4a2b", "#555555")
+_COLOURS = ("#0b6e99", "#c7511f", "#3d7d3d", "#8450a6", "#9a7800", "#b0305c", "#4a5a6a", "#007f73", "#6b4a2b")
 _NAMES = {"sc": "Megatron 2021", "zb": "Zero Bubble", "vocabpp": "VocabularyParallelism", "korth": "Korthikanti 2022",
           "foundry": "llm-foundry", "titan": "torchtitan", "fms": "fms-fsdp", "vtrain": "vTrain"}  # fmt: skip
 

@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from torchckpt.errors import ArgumentError
 from torchckpt.jobs.job import Job
 from torchckpt.jobs.layout import Layout, Software
 from torchckpt.jobs.memory import memory_of
@@ -86,14 +87,14 @@ class Run:
     @property
     def kind(self) -> str:
         """Whose figures the row counts in."""
-        if self.moe or "moe" in self.model_kind:
+        if self.moe or "moe" in (self.model_kind or ""):
             return "MoE"
         return "fp8" if self.is_low_precision else "dense, bf16 and fp16"
 
     @property
     def is_low_precision(self) -> bool:
         """Whether anything else than bf16 and fp16 is multiplied."""
-        return self.precision.split()[0].split("/")[0] not in ("bf16", "fp16")
+        return (self.precision or "bf16").split()[0].split("/")[0] not in ("bf16", "fp16")
 
     def reason(self, *, timed: bool) -> str:
         """Why the time, or the memory, of the row cannot be predicted; empty if it can."""
@@ -105,7 +106,16 @@ class Run:
             return f"no data sheet of {self.gpu}"
         if not self.recompute and self.kind != "MoE" and not (timed and self.kind == "fp8"):
             return "recompute is not printed"
-        return "" if self.outcome == "ok" else f"the run ended: {self.outcome}"
+        return self._trouble if self.outcome in (None, "ok") else f"the run ended: {self.outcome}"
+
+    @cached_property
+    def _trouble(self) -> str:
+        """Why the layout of the row has no step; empty if it has one."""
+        try:
+            self.job.step.run  # noqa: B018  # simulated once, and kept
+        except (ArgumentError, ZeroDivisionError) as error:
+            return str(error).partition("\n")[0]
+        return ""
 
     @property
     def time_or_mfu(self) -> float | None:
@@ -122,8 +132,8 @@ class Run:
         if self.peak_active_gib:
             return "allocated"
         printed = self.peak_memory_kind or "not stated"
-        return next((kind for kind in ("alloc", "reserved", "device") if kind in printed), printed).replace(
-            "alloc", "allocated").replace("device", "driver").replace("allocatedated", "allocated")
+        kinds = {"alloc": "allocated", "active": "allocated", "reserved": "reserved", "device": "driver"}
+        return next((kind for word, kind in kinds.items() if word in printed), printed)
 
     @property
     def left_out(self) -> str:
@@ -147,10 +157,10 @@ class Run:
 
     @property
     def is_fp8(self) -> bool:
-        return "fp8" in self.precision or "fp4" in self.precision
+        return any(word in (self.precision or "") for word in ("fp8", "fp4"))
 
     @cached_property
-    def model_(self) -> Model:
+    def sizes(self) -> Model:
         moe, row = self.moe or {}, self.row
         return Model(
             row["model"], row["layers"], row["hidden"], row["heads"], row["ffn"] or 4 * row["hidden"],
@@ -178,44 +188,59 @@ class Run:
             return "full", min(1.0, 3 * (self.hfu_pct / self.mfu_pct - 1))
         return kind, 1.0
 
+    @property
+    def _is_torch(self) -> bool:
+        """Whether the framework runs models of torch as they are written."""
+        return any(word in self._framework for word in _EAGER)
+
+    @property
+    def _is_titan(self) -> bool:
+        return "titan" in self._framework or "torchao" in self._framework
+
+    @property
+    def _selective(self) -> tuple[str, ...]:
+        """The modules that selective recomputation runs again."""
+        detail = self.recompute_detail or ""
+        if self._is_titan and "core" not in detail:
+            return ("products",)
+        words = detail.replace(",", " ").replace("+", " ").split()
+        named = tuple(word for word in words if word in ("mlp", "layernorm", "moe_act", "core_attn"))
+        return named or ("core_attn",)
+
+    @property
+    def _loss_bytes(self) -> float:
+        """Of a logit: Megatron's loss works in place; eager mode has it in two bytes and three times in float32; a
+        compiled loss (since 2025) keeps no float32; a chunked one an eighth of that."""
+        size = 10.0
+        if "SDP" in (self.optimizer_sharding or "") or (self._is_torch and not self.compile):
+            old = "2024" in self._framework.replace("torchtune (2024", "")
+            size = 4.0 if self.compile and not old else 14.0
+        return 4 + size / 8 if "chunk" in self.levers else size
+
     @cached_property
     def software(self) -> Software:
-        framework, detail, sharding = self._framework, self.recompute_detail or "", self.optimizer_sharding or ""
-        titan = "titan" in framework or "torchao" in framework
-        like_torch, fsdp = any(word in framework for word in _EAGER), "SDP" in sharding
-        unfused, notes = "unfused" in (self.attention or "flash"), self.notes or ""
-        words = tuple(word.strip() for word in detail.replace(",", " ").replace("+", " ").split())
-        modules = tuple(word for word in words if word in ("mlp", "layernorm", "moe_act", "core_attn"))
-        modules = ("core_attn",) if "core" in detail and not modules else modules
-        kernels = "fused" if not like_torch else "compiled" if self.compile else "eager"
-        old = any(word in framework for word in ("deepspeed", "(2021)", "(2022)"))
-        dtypes = self.state_dtypes or ""
+        notes, unfused = self.notes or "", self._attention == "unfused"
         base = Software(
-            kernels="compiled" if self.compile else kernels,
+            kernels="compiled" if self.compile else "eager" if self._is_torch else "fused",
             attention=self._attention,
             dropout="dropout 0.1" in notes or "dropout in" in notes or unfused,
-            selective=("products",) if titan and "core" not in detail else modules or ("core_attn",),
-            stops_early=like_torch,
-            reduce_bytes=4.0 if "fp32 reduce" in dtypes else 2.0,
+            selective=self._selective,
+            stops_early=self._is_torch,
+            reduce_bytes=4.0 if "fp32 reduce" in (self.state_dtypes or "") else 2.0,
+            loss_bytes=self._loss_bytes,
             resharded=self.zero_stage != 2,
-            overlaps_reduce=not old,
+            overlaps_reduce=not any(word in self._framework for word in ("deepspeed", "(2021)", "(2022)")),
             async_tp=self.overlap_notes == "async TP",
+            offloads="offload" in self.levers,
         )
-        logit = 10.0
-        if fsdp or kernels == "eager":
-            logit = 4.0 if self.compile and "2024" not in framework.replace("torchtune (2024", "") else 14.0
-        return self._with_states(base, dtypes, sharding, logit)
+        return self._with_states(base, self.state_dtypes or "", self.optimizer_sharding or "")
 
-    def _with_states(self, base: Software, dtypes: str, sharding: str, logit: float) -> Software:
-        levers = self.levers
-        if "chunk" in levers:
-            logit = 4 + logit / 8
-        base = replace(base, loss_bytes=logit, offloads="offload" in levers)
+    def _with_states(self, base: Software, dtypes: str, sharding: str) -> Software:
         if "SDP" in sharding:
             return replace(base, parameter_bytes=4.0, gradient_bytes=4.0, optimizer_bytes=8.0)
         if "all bf16" in dtypes:
-            gradient = 0.0 if "fuse" in levers else 2.0
-            return replace(base, gradient_bytes=gradient, optimizer_bytes=2.0 if "8bit" in levers else 4.0)
+            gradient = 0.0 if "fuse" in self.levers else 2.0
+            return replace(base, gradient_bytes=gradient, optimizer_bytes=2.0 if "8bit" in self.levers else 4.0)
         if "ZeRO" in sharding or "stage" in sharding:
             return replace(base, gradient_bytes=2.0, gradients_shared="stage 2" in sharding)
         return base
@@ -229,7 +254,6 @@ class Run:
         name, _, way = (row["schedule"] or "none").partition(" + ")
         pp, dp = row["pp"] or 1, row["dp"] or 1
         chunks = row["vpp"] or (2 if "interleaved" in name else 1)
-        titan = "titan" in self._framework or "torchao" in self._framework
         return Layout(
             gpus=row["gpus"], tp=row["tp"] or 1, cp=row["cp"] or 1, ep=row["ep"] or 1, pp=pp, dp=dp,
             micro_batch=row["micro_batch"],
@@ -239,12 +263,12 @@ class Run:
             chunks=chunks if "interleaved" in name and pp > 1 else 1,
             recompute=recompute, recomputed_share=share, state="fsdp2" if fsdp > 1 else state,
             shards=fsdp if fsdp > 1 else dp if state == "zero1" else 0,
-            sequence_parallel=bool(row["sp"]) or titan, fp8=self.is_fp8, software=self.software,
+            sequence_parallel=bool(row["sp"]) or self._is_titan, fp8=self.is_fp8, software=self.software,
         )  # fmt: skip
 
     @cached_property
     def job(self) -> Job:
-        return Job(self.model_, self.layout, self.machine)
+        return Job(self.sizes, self.layout, self.machine)
 
     @cached_property
     def seconds(self) -> float:
@@ -260,21 +284,38 @@ class Run:
 
 
 def read_runs(path: Path) -> list[Run]:
-    """The rows of a JSON list, or of a file with one object a line. Levers of torchtune's table add up in its order."""
-    text = path.read_text(encoding="utf-8")
-    rows = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.splitlines()]
+    """The rows of a JSON list, or of a file with one object a line; what a row lacks is unknown. The levers of
+    torchtune's table add up in its order."""
     levers: set[str] = set()
     runs = []
-    for row in rows:
-        if row["series"].startswith("torchtune"):
-            words = (row.get("quoted") or "").lower() + (row["notes"] or "").lower()
-            levers |= {lever for lever in _LEVERS if lever in words.replace("8-bit", "8bit")}
-            runs.append(Run(row, levers=frozenset(levers)))
-        else:
-            runs.append(Run(row))
+    for row in _rows(path):
+        known = {**dict.fromkeys(_KEYS), **row}
+        if str(known["series"]).startswith("torchtune"):
+            words = f"{known['quoted']} {known['notes']}".lower().replace("8-bit", "8bit")
+            levers |= {lever for lever in _LEVERS if lever in words}
+        runs.append(Run(known, levers=frozenset(levers) if "torchtune" in str(known["series"]) else frozenset()))
     return runs
 
 
+def _rows(path: Path) -> list[dict[str, Any]]:
+    works = f"works: --rows {Path(__file__).with_name('rows.json')}"
+    try:
+        text = path.read_text(encoding="utf-8")
+        rows = json.loads(text) if text.lstrip().startswith("[") else list(map(json.loads, text.splitlines()))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"cannot read the rows: {error}; received: --rows {path}; {works}") from None
+    for number, row in enumerate(rows):
+        lacks = [key for key in ("id", "series", "model", "gpu", "gpus") if not (isinstance(row, dict) and row.get(key))]
+        if lacks:
+            raise SystemExit(f"a row has no {lacks[0]}; received: row {number} of {path}; {works}")
+    return rows
+
+
+_KEYS = """id series model model_kind layers hidden heads kv_heads head_dim ffn gated_mlp vocab tied_embeddings moe seq_len
+micro_batch global_batch microbatches_per_step gpu gpus gpus_per_node inter_node_gbps_per_gpu tp sp cp ep pp vpp dp fsdp
+zero_stage schedule precision state_dtypes recompute recompute_detail attention compile optimizer_sharding overlap_notes
+framework step_seconds mfu_pct hfu_pct peak_memory_gib peak_memory_kind peak_active_gib outcome source quoted
+notes""".split()
 _LEVERS = ("chunk", "fuse", "offload", "8bit")
 _LEFT_OUT = {
     "atorch-FSDP": "17 GiB that do not shrink with the shards; what holds them is not printed",

@@ -18,7 +18,8 @@ def schedule_of(layout: Layout) -> Schedule:
         return _ordered(name, ranks, count, ahead=2, behind=2)
     if name == "1f1b":
         return _ordered(name, ranks, count, extra=layout.ahead)
-    return named_schedule(name, ranks, count, layout.chunks if layout.chunks > 1 else None)
+    chunks = layout.chunks if name in ("interleaved_1f1b", "looped_bfs", "zero_bubble") else None
+    return named_schedule(name, ranks, count, chunks)
 
 
 def _ordered(name: str, ranks: int, count: int, ahead: int = 1, behind: int | None = None, extra: int = 0) -> Schedule:

@@ -168,15 +168,23 @@ def plan_job(job: Job, device_bytes: float | None = None) -> JobPlan:
 
 def fitting(job: Job, device_bytes: float) -> JobPlan | None:
     """The plan; None if it does not fit."""
-    if job.layout.recompute != "planned":
-        if job.layout.pp > 1 and _least_total(job) > _usable(device_bytes):
-            return None
-        plan = JobPlan(job, device_bytes)
-        return plan if plan.peak_bytes <= _usable(device_bytes) else None
-    if min(_rooms(job, device_bytes)) <= 0:
+    if not fits(job, device_bytes):
         return None
-    problem = _problem(job, device_bytes)
-    return None if problem.too_small else JobPlan(job, device_bytes, planned(problem))
+    return JobPlan(job, device_bytes, planned(_problem(job, device_bytes)) if _is_planned(job) else None)
+
+
+def fits(job: Job, device_bytes: float) -> bool:
+    """Whether each rank of the job fits, if need be with everything recomputed where that is planned."""
+    if _is_planned(job):
+        return min(_rooms(job, device_bytes)) > 0 and not _problem(job, device_bytes).too_small
+    usable = device_bytes * (1 - MARGIN)
+    if job.layout.pp > 1 and _least_total(job) > usable:
+        return False
+    return max(rank.total for rank in memory_of(job)) + BUFFERS <= usable
+
+
+def _is_planned(job: Job) -> bool:
+    return job.layout.recompute == "planned"
 
 
 def _least_total(job: Job) -> float:
@@ -187,13 +195,9 @@ def _least_total(job: Job) -> float:
     return max(rank.total for rank in memory_of(small)) + BUFFERS
 
 
-def _usable(device_bytes: float) -> float:
-    return device_bytes * (1 - MARGIN)
-
-
 def _rooms(job: Job, device_bytes: float) -> list[float]:
     """The bytes of each rank that are left for activations."""
-    return [_usable(device_bytes) - BUFFERS - rank.total for rank in memory_of(job, [0.0] * job.layout.pp)]
+    return [device_bytes * (1 - MARGIN) - BUFFERS - rank.total for rank in memory_of(job, [0.0] * job.layout.pp)]
 
 
 def _problem(job: Job, device_bytes: float) -> Problem:
@@ -236,7 +240,7 @@ def _near(job: Job, device_bytes: float) -> Iterator[Layout]:
         layouts = list(dict.fromkeys(new for old in layouts for new in _changed(old)))
         for layout in layouts:
             other = replace(job, layout=layout)
-            if not list(layout.faults(job.model)) and fitting(other, device_bytes) is not None:
+            if not list(layout.faults(job.model)) and fits(other, device_bytes):
                 yield layout
 
 

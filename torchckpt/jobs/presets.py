@@ -13,32 +13,10 @@ from torchckpt.jobs.model import Model
 
 __all__ = ["MODELS", "model_named"]
 
-_LLAMA3 = "Llama Team 2024, arXiv:2407.21783, table 3"
-_QWEN3 = "Qwen Team 2025, arXiv:2505.09388, tables 1 and 2, and the published configurations"
-
 MODELS = {
-    model.name: model
-    for model in (
-        Model("llama2-70b", 80, 8192, 64, 28672, 32000, 8, published=69.0e9,
-              source="Touvron et al. 2023, arXiv:2307.09288, and the published configuration"),
-        Model("llama3-8b", 32, 4096, 32, 14336, 128256, 8, published=8.03e9, source=_LLAMA3),
-        Model("llama3-70b", 80, 8192, 64, 28672, 128256, 8, published=70.6e9, source=_LLAMA3),
-        Model("llama3-405b", 126, 16384, 128, 53248, 128256, 8, published=405.9e9, source=_LLAMA3),
-        Model("mistral-7b", 32, 4096, 32, 14336, 32000, 8, published=7.24e9,
-              source="Jiang et al. 2023, arXiv:2310.06825, table 1"),
-        Model("gpt3-175b", 96, 12288, 96, 49152, 50257, gated=False, tied=True, positions=2048, published=174.6e9,
-              source="Brown et al. 2020, arXiv:2005.14165, tables 2.1 and D.1"),
-        Model("qwen3-32b", 64, 5120, 64, 25600, 151936, 8, 128, published=32.8e9, source=_QWEN3),
-        Model("mixtral-8x7b", 32, 4096, 32, 14336, 32000, 8, experts=8, active=2, expert_ffn=14336, published=46.7e9,
-              source="Jiang et al. 2024, arXiv:2401.04088, table 1"),
-        Model("qwen3-30b-a3b", 48, 2048, 32, 6144, 151936, 4, 128, experts=128, active=8, expert_ffn=768,
-              published=30.5e9, source=_QWEN3),
-        Model("qwen3-235b-a22b", 94, 4096, 64, 12288, 151936, 4, 128, experts=128, active=8, expert_ffn=1536,
-              published=235e9, source=_QWEN3),
-        Model("gpt-oss-120b", 36, 2880, 64, 2880, 201088, 8, 64, biases=True, experts=128, active=4, expert_ffn=2880,
-              published=116.8e9, source="OpenAI 2025, arXiv:2508.10925, table 1, and the published configuration"),
-    )
-}  # fmt: skip
+    sizes["name"]: Model(**sizes)
+    for sizes in json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
+}
 """Public models, by name."""
 
 _KEYS = {
@@ -73,11 +51,11 @@ def model_named(name: str) -> Model:
     """
     if name in MODELS:
         return MODELS[name]
-    if name.endswith(".json"):
-        return _read(Path(name))
-    close = get_close_matches(name.lower(), MODELS, n=3, cutoff=0.3) or list(MODELS)[:3]
-    rule = f"the model is none of {', '.join(MODELS)}, and no JSON file"
-    raise_fault(Fault(rule, f"model={name!r}; the nearest are {', '.join(close)}", f'model="{close[0]}"'))
+    if not name.endswith(".json"):
+        close = get_close_matches(name.lower(), MODELS, n=3, cutoff=0.3) or list(MODELS)[:3]
+        rule = f"the model is none of {', '.join(MODELS)}, and no JSON file"
+        raise_fault(Fault(rule, f"model={name!r}; the nearest are {', '.join(close)}", f'model="{close[0]}"'))
+    return _read(Path(name))
 
 
 def _read(path: Path) -> Model:

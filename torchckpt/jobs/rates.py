@@ -1,4 +1,4 @@
-"""Rates: the share of a data sheet's peaks that operations reach, by device and size, and the seconds of collectives."""
+"""Rates: the share of a data sheet's peaks that operations reach, by device and size."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -21,15 +21,15 @@ class Rates:
     """By kernel, of the peak FLOPs, on long sequences with a causal mask: forward, backward."""
     units: int
     """Multiprocessors, which share the tiles of a product."""
-    inner: float = 224.0
+    inner: float = 228.0
     """The inner dimension at which a product reaches half of its rate."""
-    memory: float = 0.763
+    memory: float = 0.742
     """Memory-bound kernels, of the memory's bandwidth."""
     kernel_seconds: float = 3e-6
     """What a kernel loses on the device at its start and end."""
-    host_seconds: float = 29.5e-6
+    host_seconds: float = 29.8e-6
     """What the host needs for one kernel of eager mode."""
-    unhidden: float = 0.257
+    unhidden: float = 0.293
     """The share of an overlapped collective that is paid all the same: it takes multiprocessors and bandwidth."""
 
 
@@ -39,10 +39,10 @@ _HALF_LENGTH = 512
 """The sequence at which a kernel of attention reaches half of its rate."""
 
 RATES = {
-    "a100": Rates(0.767, _AMPERE, 108),
-    "h100": Rates(0.599, _HOPPER, 132),
-    "h200": Rates(0.599, _HOPPER, 132),
-    "b200": Rates(0.599, _HOPPER, 148),
+    "a100": Rates(0.766, _AMPERE, 108),
+    "h100": Rates(0.602, _HOPPER, 132),
+    "h200": Rates(0.602, _HOPPER, 132),
+    "b200": Rates(0.602, _HOPPER, 148),
     "mi300x": Rates(0.4, _HOPPER, 304),
 }
 

@@ -25,6 +25,7 @@ _BEST = 20
 _MICRO_BATCHES = (1, 2, 4, 8)
 _SCHEDULES = ("1f1b", "interleaved_1f1b", "zero_bubble", "zbv")
 _CHUNKS = (2, 4)
+_COLUMNS = ",tp,cp,ep,pp,dp,micro,schedule,state,recompute,step,tokens/s/GPU,MFU,peak,bubble,recomputed,bound"
 _PLANNED = 5
 """The best layouts that are planned block by block as well."""
 
@@ -45,8 +46,7 @@ class Found:
     """Whether the search came to its end."""
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("", "tp", "cp", "ep", "pp", "dp", "micro", "schedule", "state", "recompute", "step", "tokens/s/GPU",
-                 "MFU", "peak", "bubble", "recomputed", "bound")]  # fmt: skip
+        rows = [tuple(_COLUMNS.split(","))]
         rows += [self._row(place, plan) for place, plan in enumerate(self.best, 1)]
         counted = ", ".join(f"{reason} {count}" for reason, count in self.reasons.most_common())
         ended = "" if self.is_whole else "; interrupted"
