@@ -64,14 +64,14 @@ def figures(shares: Sequence[float]) -> str:
     return f"{len(shares):4d} {median(sizes):6.1f} {quantile(sizes, 0.9):6.1f}  {median(shares) * 100:+6.1f}"
 
 
-def by_source(title: str, errors: Sequence[Error], worst: int = 5) -> Iterator[str]:
+def by_source(title: str, errors: Sequence[Error]) -> Iterator[str]:
     """The table of one figure, and its worst rows."""
     yield f"\n{title:40s} rows median    p90    bias   (%)"
     for source in sorted({error.run.source_name for error in errors}):
         yield f"  {source:38s} {figures([e.share for e in errors if e.run.source_name == source])}"
     yield f"  {'all':38s} {figures([error.share for error in errors])}"
-    for error in sorted(errors, key=lambda error: -abs(error.share))[:worst]:
-        yield f"    {error.share * 100:+5.0f} %  {error.run.id}: {error.run.remark}"
+    for error in sorted(errors, key=lambda error: -abs(error.share))[:5]:
+        yield f"    {error.share * 100:+5.0f} %  {error.run.id}: {error.run.remark(timed='time' in title)}"
 
 
 def of_memory(errors: Sequence[Error]) -> Iterator[str]:
@@ -81,7 +81,7 @@ def of_memory(errors: Sequence[Error]) -> Iterator[str]:
     wide = [e for e in errors if e.run.memory_kind in ("reserved", "driver") and e not in tight]
     yield from by_source("memory, Zero Bubble and VocabularyParallel", tight)
     yield from by_source("memory, allocated or active", named)
-    for text in sorted({f"{e.run.source_name}: {e.run.left_out}" for e in tensors if e.run.left_out}):
+    for text in sorted({f"{e.run.series}: {e.run.left_out}" for e in tensors if e.run.left_out}):
         yield f"    left out: {text}"
     yield f"  {'with what is left out':38s} {figures([e.share for e in tensors])}"
     yield from by_source("memory, reserved or driver", wide)

@@ -140,10 +140,10 @@ class Run:
         """Why the figures of memory leave the row out; empty if they do not."""
         return next((why for start, why in _LEFT_OUT.items() if self.series.startswith(start)), "")
 
-    @property
-    def remark(self) -> str:
-        """A likely reason for an error of the row."""
-        return next((why for start, why in _REMARKS.items() if self.id.startswith(start)), "not known")
+    def remark(self, *, timed: bool) -> str:
+        """A likely reason for the error of the row's time, or of its memory."""
+        reasons = _OF_TIME if timed else _OF_MEMORY
+        return next((why for start, why in reasons.items() if self.id.startswith(start)), "not known")
 
     @cached_property
     def machine(self) -> Machine:
@@ -321,7 +321,7 @@ _LEFT_OUT = {
     "atorch-FSDP": "17 GiB that do not shrink with the shards; what holds them is not printed",
     "bridge-sft70b": "fine-tuning on packed sequences in fp8; the dtypes of gradients are not printed",
 }
-_REMARKS = {
+_OF_TIME = {
     "titan24-405b-izb": "the authors report a bug of the schedule in that run",
     "torchao-B200": "the card is power limited; to how much is not printed",
     "vtrain-m015": "one micro-batch of 64 on TP 8: the tables' authors have outliers at the extremes of micro-batch",
@@ -330,6 +330,15 @@ _REMARKS = {
     "foundry-a100_40gb": "40 GB are nearly full: the allocator frees and asks again",
     "foundry-a100_80gb-30b-8192": "80 GB are nearly full: the allocator frees and asks again",
     "foundry-h100_80gb-30b-8192": "80 GB are nearly full: the allocator frees and asks again",
+    "bridge-q30": "experts: the dispatcher's kernels and its waits for counts of tokens are not in the model",
+    "bridge26": "experts: dispatch and an uneven load are not in the model",
+    "bridge25.09-H100-DeepSeek": "latent attention is counted as a plain one of 128 heads",
+    "titan25-asynctp-70.6-fp8": "fp8: the share of products that runs in it is not printed",
+    "nemo24.12-Nemotron": "fp8, and recomputation is not printed",
+}
+_OF_MEMORY = {
+    "titan24-405b-izb": "the authors report a bug of the schedule in that run",
+    "titan165-fsdp2ac": "reserved: the allocator's cache is in the figure",
     "flagperf": "whole GiB of the driver, with buffers that no page of it names",
     "titan24-405b": "reserved, near the card's capacity: the allocator's cache is in the figure",
     "zb-": "the kind of GB and the vocabulary are not printed",

@@ -95,12 +95,12 @@ def _fsdp(
     gradients = software.gradient_bytes * parameters / layout.state_ranks
     late = gradients if layout.pp == 1 and layout.micro_batches == 1 else 0.0  # which are not there yet at the loss
     replay = unit * (software.reduce_bytes + 2) + working
-    at_loss, after = peak - late, peak - logits - 0.9 * late + replay
+    is_at_loss = logits + 0.9 * late > late + replay
     return RankMemory(
         software.parameter_bytes * parameters / layout.state_ranks,
-        gradients,
+        gradients - (late if is_at_loss else 0.9 * late),
         software.optimizer_bytes * parameters / layout.state_ranks,
         gathered,
-        peak,
-        max(at_loss, after) - peak,
+        peak if is_at_loss else peak - logits,
+        0.0 if is_at_loss else replay,
     )
