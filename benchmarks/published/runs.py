@@ -334,6 +334,7 @@ _OF_TIME = {
     "bridge26": "experts: dispatch and an uneven load are not in the model",
     "bridge25.09-H100-DeepSeek": "latent attention is counted as a plain one of 128 heads",
     "titan25-asynctp-70.6-fp8": "fp8: the share of products that runs in it is not printed",
+    "flagperf-mixtral": "experts; the length of its sequences was assumed, not printed",
     "nemo24.12-Nemotron": "fp8, and recomputation is not printed",
 }
 _OF_MEMORY = {

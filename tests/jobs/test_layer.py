@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from torchckpt.jobs import MACHINES, MODELS, Layout, Model, Software
+from torchckpt.errors import ArgumentError
+from torchckpt.jobs import MACHINES, MODELS, Layout, Model, Software, machine_named
 from torchckpt.jobs.layer import LayerWork
 from torchckpt.jobs.rates import Product
 from torchckpt.jobs.saved import saved_of
@@ -97,3 +98,14 @@ def test_the_description_has_the_flops_and_parameters_of_the_models_own_code():
     scores = 2 * 32 * 32 * 64
     assert block.forward_flops == LayerWork(model, layout, H100).flops + scores
     assert sum(part.parameters for part in counted) == model.parameters
+
+
+def test_a_device_without_a_number_that_is_needed(monkeypatch):
+    bare = replace(H100, device=replace(H100.device, network=None))
+    with pytest.raises(ArgumentError, match="the device has no network, which says what collectives take"):
+        bare.collective("all_gather", 1e6, 8)
+    with pytest.raises(ArgumentError, match="the device is not one of"):
+        machine_named("h1000")
+    monkeypatch.delitem(MACHINES, "h100")
+    with pytest.raises(ArgumentError, match="what the device reaches of its peaks is not known; it is of a100"):
+        machine_named("h100")

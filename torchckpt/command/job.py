@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 
 from torchckpt.command.shared import Unusable, count, line, say, say_json, size, write
 from torchckpt.errors import ArgumentError, BudgetInfeasible
-from torchckpt.jobs import MACHINES, MODELS, Job, JobPlan, Layout, Machine, model_named, plan_job, search_layouts
+from torchckpt.jobs import MODELS, Job, JobPlan, Layout, Machine, machine_named, model_named, plan_job, search_layouts
 from torchckpt.jobs.layout import RECOMPUTES, SOFTWARE, STATES
 from torchckpt.jobs.picture import drawn
 
@@ -92,7 +92,7 @@ def _text(plan: JobPlan) -> str:
 
 
 def _machine(options: argparse.Namespace) -> Machine:
-    machine = MACHINES[options.device.lower()]
+    machine = machine_named(options.device)
     network = machine.network
     if options.network is not None:
         network = replace(network, outer_bytes_per_second=options.network)

@@ -20,10 +20,10 @@ from torchckpt.jobs.memory import RankMemory, memory_of
 from torchckpt.jobs.model import Model
 from torchckpt.jobs.plan import JobPlan, plan_job
 from torchckpt.jobs.presets import MODELS, model_named
-from torchckpt.jobs.rates import MACHINES, Machine, Rates
+from torchckpt.jobs.rates import MACHINES, Machine, Rates, machine_named
 from torchckpt.jobs.search import Found, search_layouts
 
 __all__ = [
     "MACHINES", "MODELS", "Found", "Job", "JobPlan", "Layout", "Machine", "Model", "RankMemory", "Rates", "Software",
-    "memory_of", "model_named", "plan_job", "search_layouts",
+    "machine_named", "memory_of", "model_named", "plan_job", "search_layouts",
 ]

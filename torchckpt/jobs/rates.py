@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
-from torchckpt.planning.device import DEVICES, Device, Network
+from torchckpt.errors import Fault, called, raise_fault
+from torchckpt.planning.device import DEVICES, Device, Network, device_named
 
-__all__ = ["MACHINES", "RATES", "Machine", "Product", "Rates"]
+__all__ = ["MACHINES", "RATES", "Machine", "Product", "Rates", "machine_named"]
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,9 @@ class Machine:
 
     @property
     def network(self) -> Network:
-        assert self.device.network is not None
+        if self.device.network is None:
+            rule, works = "the device has no network, which says what collectives take", 'device="h100"'
+            raise_fault(Fault(rule, f"device={self.device.name!r}", works))
         return self.device.network
 
     @property
@@ -143,3 +146,17 @@ class Machine:
 
 MACHINES = {name: Machine(DEVICES[name], rates) for name, rates in RATES.items()}
 """The known devices."""
+
+
+@called("machine_named()")
+def machine_named(name: str) -> Machine:
+    """The device of this name, with what it reaches of its peaks.
+
+    Raises:
+        ArgumentError: it is not known, or what it reaches is not.
+    """
+    device = device_named(name)
+    if device.name not in MACHINES:
+        rule = f"what the device reaches of its peaks is not known; it is of {', '.join(MACHINES)}"
+        raise_fault(Fault(rule, f"device={name!r}", 'device="h100"'))
+    return MACHINES[device.name]
