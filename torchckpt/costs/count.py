@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -28,6 +29,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchckpt.costs.collective import Collective
 from torchckpt.costs.operation import AFTER, BEFORE, BOTH_GRADS, FORWARD, INPUT_GRAD, REPLAY, Ledger
+from torchckpt.costs.repeat import Repeats
+from torchckpt.modules import module_of
 from torchckpt.planning.work.block import Block
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import Options
@@ -80,8 +83,9 @@ class Counted:
 class _Forward:
     """Data about a stage, collected during its forward."""
 
-    def __init__(self, ledger: Ledger, static: Collection[StorageWeakRef]) -> None:
+    def __init__(self, ledger: Ledger, static: Mapping[StorageWeakRef, float]) -> None:
         self.ledger = ledger
+        self.repeats = Repeats()
         self.inputs: list[Tensor] = []  # inputs of blocks that need a gradient
         self.changing: set[int] = set()  # blocks that change what they are given
         self.boundaries: list[set[StorageWeakRef]] = []  # the inputs of each block
@@ -102,6 +106,21 @@ class _Forward:
         if any(tensor._version != version for tensor, version in self._versions):
             self.changing.add(self.ledger.part)
         self._turn(AFTER)
+
+    def run(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a block that was entered, unless another stands for it."""
+        part, module = self.ledger.part, module_of(function)
+        outputs = self.repeats.run(part, function, args, kwargs, self._stands)
+        if part in self.repeats.like and module is not None:
+            for storage in (key for tensor in (*module.parameters(), *module.buffers()) for key in storage_of(tensor)):
+                self.ledger.users.setdefault(storage, part)
+        return outputs
+
+    def _stands(self, part: int, outputs: Any) -> bool:
+        """Whether a block can stand for others: nobody else holds what it returned, and it left its inputs alone."""
+        storages = {storage for tensor in tensors_in(outputs) for storage in storage_of(tensor)}
+        kept = self._saved[part] | self.boundaries[part] | self._static.keys()
+        return part not in self.changing and storages.isdisjoint(kept)
 
     def pack(self, tensor: Tensor) -> Tensor:
         self._saved[self.ledger.part].update(self._met(tensor))
@@ -164,7 +183,7 @@ def counted(
     forward = _Forward(ledger, ledger.watched)
     parameters = [parameter for parameter in stage.parameters() if parameter.requires_grad]
     with ledger:
-        blocks_watched = watched(forward.enter, forward.leave, children)
+        blocks_watched = watched(forward.enter, forward.leave, children, forward.run)
         with saved_tensors_hooks(forward.pack, lambda tensor: tensor), blocks_watched, _phase(ledger, FORWARD):
             outputs = call()
         graded = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
@@ -189,20 +208,25 @@ def counted(
     return Counted(before, tuple(blocks), after, message, elements, ledger.gathered_bytes), outputs
 
 
-def _parts(forward: _Forward, static: Mapping[StorageWeakRef, float]) -> Iterator[Part]:
+def _parts(forward: _Forward, static: Mapping[StorageWeakRef, float]) -> Iterable[Part]:
     """What is before the blocks, what is after them, and the blocks."""
     ledger, amounts = forward.ledger, forward.bytes_of_parts()
     static_bytes: defaultdict[int, float] = defaultdict(float)
     for storage, size in static.items():
         static_bytes[ledger.users.get(storage, BEFORE)] += size
+    parts: dict[int, Part] = {}
     for part in (BEFORE, AFTER, *range(len(forward.boundaries))):
+        if part in forward.repeats.like:
+            parts[part] = parts[forward.repeats.like[part]]
+            continue
         phases = FORWARD, INPUT_GRAD, BOTH_GRADS, REPLAY
         ahead, inner, both, replay = (max(ledger.seconds[phase, part], ledger.beside[phase, part]) for phase in phases)
         forward_flops, _, backward_flops, replay_flops = (ledger.flops[phase, part] for phase in phases)
         saved, boundary, unsaved = amounts[part]
         work = Block(ahead, inner, max(0.0, both - inner), replay, saved, boundary, static_bytes[part])
         flops, changes_input = (forward_flops, backward_flops, replay_flops), part in forward.changing
-        yield Part(work, *flops, unsaved, changes_input, ledger.collectives(part))
+        parts[part] = Part(work, *flops, unsaved, changes_input, ledger.collectives(part))
+    return parts.values()
 
 
 def _turning(ledger: Ledger, part: int) -> Callable[[Any], None]:
@@ -224,6 +248,16 @@ def _phase(ledger: Ledger, phase: str) -> Iterator[None]:
 
 
 _Enter: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], None]
+_Run: TypeAlias = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def _called(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return function(*args, **kwargs)
+
+
+def _run_by(run: _Run, function: Function, *args: Any, **kwargs: Any) -> Any:
+    return run(function, args, kwargs)
+
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -231,31 +265,33 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 class _Regions(Scope):
     """The scope of all regions of a stage. It tells when outermost ones start and end, and each keeps what it saves."""
 
-    def __init__(self, enter: _Enter, leave: Callable[[], None]) -> None:
+    def __init__(self, enter: _Enter, leave: Callable[[], None], run: _Run) -> None:
         super().__init__(keep=True)
-        self._enter, self._leave = enter, leave
+        self._enter, self._leave, self._run = enter, leave, run
         self._depth = 0
 
     def run(
         self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     ) -> tuple[Any, Frame | None]:
-        if not self._depth:
-            self._enter(args, kwargs)
+        if self._depth:
+            return super().run(function, args, kwargs, options)
+        self._enter(args, kwargs)
         self._depth += 1
-        outputs = super().run(function, args, kwargs, options)
+        outputs = super().run(lambda *args, **kwargs: self._run(function, args, kwargs), args, kwargs, options)
         self._depth -= 1
-        if not self._depth:
-            self._leave()
+        self._leave()
         return outputs
 
 
 @contextmanager
-def watched(enter: _Enter, leave: Callable[[], None], children: Sequence[nn.Module] | None = None) -> Iterator[None]:
+def watched(
+    enter: _Enter, leave: Callable[[], None], children: Sequence[nn.Module] | None = None, run: _Run = _called
+) -> Iterator[None]:
     """Inside this context, ``enter`` and ``leave`` are called around each block: each outermost region, or each call of
-    ``children``."""
+    ``children``; and ``run`` in place of the block itself."""
     with ExitStack() as stack:
         if children is None:
-            stack.enter_context(_Regions(enter, leave).entered())
+            stack.enter_context(_Regions(enter, leave, run).entered())
         else:
             stack.enter_context(Scope(keep=True).entered())
             for child in children:
@@ -265,6 +301,9 @@ def watched(enter: _Enter, leave: Callable[[], None], children: Sequence[nn.Modu
                 leaving = child.register_forward_hook(lambda *_: leave())
                 stack.callback(entering.remove)
                 stack.callback(leaving.remove)
+                if "forward" not in vars(child):
+                    child.forward = partial(_run_by, run, child.forward)
+                    stack.callback(vars(child).pop, "forward")
         yield
 
 

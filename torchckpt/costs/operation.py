@@ -19,7 +19,7 @@ from torchckpt.tensors import flop_formula, tensors_in
 
 __all__ = [
     "AFTER", "BEFORE", "BOTH_GRADS", "FORWARD", "INPUT_GRAD", "KERNELS", "REPLAY", "Ledger", "SecondsOf", "cost_of",
-    "kernels_of",
+    "kernels_of", "storages_in",
 ]
 
 
@@ -110,15 +110,16 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
         """Count what an optimizer communicates, whose gradients are there."""
 
     def _look(self, read: Any, written: Any) -> None:
-        for storage in _storages_in(read):
+        for storage in storages_in(read):
             self.users.setdefault(storage, self.part)
             if storage not in self.watched:
                 self.makers.setdefault(storage, BEFORE)  # it was made before the stage
-        for storage in _storages_in(written):
+        for storage in storages_in(written):
             self.makers.setdefault(storage, self.part)
 
 
-def _storages_in(tree: Any) -> Iterator[StorageWeakRef]:
+def storages_in(tree: Any) -> Iterator[StorageWeakRef]:
+    """The storages of the tensors in ``tree``."""
     return (storage for tensor in tensors_in(tree) for storage in storage_of(tensor))
 
 
