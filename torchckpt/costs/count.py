@@ -28,7 +28,7 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchckpt.costs.collective import Collective
-from torchckpt.costs.operation import AFTER, BEFORE, BOTH_GRADS, FORWARD, INPUT_GRAD, REPLAY, Ledger
+from torchckpt.costs.operation import AFTER, BEFORE, BOTH_GRADS, FORWARD, INPUT_GRAD, REPLAY, Ledger, storages_in
 from torchckpt.costs.repeat import Repeats
 from torchckpt.modules import module_of
 from torchckpt.planning.work.block import Block
@@ -40,7 +40,7 @@ from torchckpt.regions.saved import storage_of
 from torchckpt.tensors import inner_tensors, nodes_behind, tensors_in
 from torchckpt.typing import Function
 
-__all__ = ["Counted", "Part", "counted", "repeated_children", "static_of", "watched"]
+__all__ = ["Counted", "Part", "RegionSeen", "counted", "repeated_children", "static_of"]
 
 
 @dataclass(frozen=True)
@@ -107,20 +107,19 @@ class _Forward:
             self.changing.add(self.ledger.part)
         self._turn(AFTER)
 
-    def run(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, function: Function, *args: Any, **kwargs: Any) -> Any:
         """Call a block that was entered, unless another stands for it."""
         part, module = self.ledger.part, module_of(function)
         outputs = self.repeats.run(part, function, args, kwargs, self._stands)
         if part in self.repeats.like and module is not None:
-            for storage in (key for tensor in (*module.parameters(), *module.buffers()) for key in storage_of(tensor)):
-                self.ledger.users.setdefault(storage, part)
+            for storage in storages_in([*module.parameters(), *module.buffers()]):
+                self.ledger.use(storage)
         return outputs
 
     def _stands(self, part: int, outputs: Any) -> bool:
         """Whether a block can stand for others: nobody else holds what it returned, and it left its inputs alone."""
-        storages = {storage for tensor in tensors_in(outputs) for storage in storage_of(tensor)}
-        kept = self._saved[part] | self.boundaries[part] | self._static.keys()
-        return part not in self.changing and storages.isdisjoint(kept)
+        held = self._saved[part] | self.boundaries[part] | self._static.keys()
+        return part not in self.changing and held.isdisjoint(storages_in(outputs))
 
     def pack(self, tensor: Tensor) -> Tensor:
         self._saved[self.ledger.part].update(self._met(tensor))
@@ -183,7 +182,7 @@ def counted(
     forward = _Forward(ledger, ledger.watched)
     parameters = [parameter for parameter in stage.parameters() if parameter.requires_grad]
     with ledger:
-        blocks_watched = watched(forward.enter, forward.leave, children, forward.run)
+        blocks_watched = _watched(forward.enter, forward.leave, forward.run, children)
         with saved_tensors_hooks(forward.pack, lambda tensor: tensor), blocks_watched, _phase(ledger, FORWARD):
             outputs = call()
         graded = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
@@ -202,9 +201,9 @@ def counted(
     for tensor in (*parameters, *leaves):
         tensor.grad = None
     before, after, *blocks = _parts(forward, static)
-    message = sum(share.nbytes for tensor in tensors_in(inputs) for share in inner_tensors(tensor) if
-        share.is_floating_point())
-    elements = sum(share.numel() for parameter in parameters for share in inner_tensors(parameter))
+    shares = [share for tensor in tensors_in(inputs) for share in inner_tensors(tensor)]
+    message = sum(share.nbytes for share in shares if share.is_floating_point())
+    elements = sum(map(_elements, parameters))
     return Counted(before, tuple(blocks), after, message, elements, ledger.gathered_bytes), outputs
 
 
@@ -248,18 +247,14 @@ def _phase(ledger: Ledger, phase: str) -> Iterator[None]:
 
 
 _Enter: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], None]
-_Run: TypeAlias = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
-
-
-def _called(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return function(*args, **kwargs)
-
-
-def _run_by(run: _Run, function: Function, *args: Any, **kwargs: Any) -> Any:
-    return run(function, args, kwargs)
-
+_Run: TypeAlias = Callable[..., Any]
+"""Calls its first argument, a block, with the others."""
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+class RegionSeen(Exception):
+    """Raised at the first region where blocks are children: the blocks of all stages are regions then."""
 
 
 class _Regions(Scope):
@@ -277,33 +272,34 @@ class _Regions(Scope):
             return super().run(function, args, kwargs, options)
         self._enter(args, kwargs)
         self._depth += 1
-        outputs = super().run(lambda *args, **kwargs: self._run(function, args, kwargs), args, kwargs, options)
+        outputs = super().run(partial(self._run, function), args, kwargs, options)
         self._depth -= 1
         self._leave()
         return outputs
 
 
+def _seen(*_: Any) -> None:
+    raise RegionSeen
+
+
 @contextmanager
-def watched(
-    enter: _Enter, leave: Callable[[], None], children: Sequence[nn.Module] | None = None, run: _Run = _called
+def _watched(
+    enter: _Enter, leave: Callable[[], None], run: _Run, children: Sequence[nn.Module] | None
 ) -> Iterator[None]:
-    """Inside this context, ``enter`` and ``leave`` are called around each block: each outermost region, or each call of
-    ``children``; and ``run`` in place of the block itself."""
+    """Inside this context, ``enter`` and ``leave`` are called around each block, and ``run`` in its place: each
+    outermost region, or each call of ``children``."""
     with ExitStack() as stack:
-        if children is None:
-            stack.enter_context(_Regions(enter, leave, run).entered())
-        else:
-            stack.enter_context(Scope(keep=True).entered())
-            for child in children:
-                entering = child.register_forward_pre_hook(
-                    lambda _, args, kwargs: enter(args, kwargs), with_kwargs=True, prepend=True
-                )
-                leaving = child.register_forward_hook(lambda *_: leave())
-                stack.callback(entering.remove)
-                stack.callback(leaving.remove)
-                if "forward" not in vars(child):
-                    child.forward = partial(_run_by, run, child.forward)
-                    stack.callback(vars(child).pop, "forward")
+        stack.enter_context(_Regions(enter if children is None else _seen, leave, run).entered())
+        for child in children or ():
+            entering = child.register_forward_pre_hook(
+                lambda _, args, kwargs: enter(args, kwargs), with_kwargs=True, prepend=True
+            )
+            leaving = child.register_forward_hook(lambda *_: leave())
+            stack.callback(entering.remove)
+            stack.callback(leaving.remove)
+            if "forward" not in vars(child):
+                child.forward = partial(run, child.forward)
+                stack.callback(vars(child).pop, "forward")
         yield
 
 
@@ -357,18 +353,21 @@ def static_of(stage: nn.Module, optimizer_bytes: float | None = None) -> dict[St
             state_bytes = optimizer_bytes
         added_bytes = 0.0
         if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
-            elements = sum(share.numel() for share in inner_tensors(tensor))
-            added_bytes = elements * state_bytes + _gradient_bytes(tensor, elements, gradients)
+            added_bytes = _elements(tensor) * state_bytes + _gradient_bytes(tensor, gradients)
         for storage, size in storage_of(tensor).items():
             sizes[storage] = sizes.get(storage, size) + added_bytes  # several may be views of one storage
     return sizes
 
 
-def _gradient_bytes(parameter: nn.Parameter, elements: int, counted: set[StorageWeakRef]) -> int:
-    """The bytes of a gradient: those that it has, if there is one, without storages that were ``counted`` with another
-    parameter's. FSDP2 reduces the gradients of a module into one storage."""
+def _elements(tensor: Tensor) -> int:
+    return sum(share.numel() for share in inner_tensors(tensor))
+
+
+def _gradient_bytes(parameter: nn.Parameter, counted: set[StorageWeakRef]) -> int:
+    """The bytes of the gradient, or of one of its dtype, without storages that were ``counted`` with another one's.
+    FSDP2 reduces the gradients of a module into one storage."""
     if parameter.grad is None:
-        return elements * parameter.element_size()
+        return _elements(parameter) * parameter.element_size()
     sizes = {storage: size for storage, size in storage_of(parameter.grad).items() if storage not in counted}
     counted.update(sizes)
     return sum(sizes.values())

@@ -30,10 +30,9 @@ _NAMES = {FORWARD: "forward", BOTH_GRADS: "backward", REPLAY: "replay", STEP: "s
 class ParallelLedger(Ledger):  # type: ignore[no-untyped-call]  # untyped in torch
     """Counts collectives, too, and what FSDP2 gathers.
 
-    A gather of FSDP2 belongs to the part whose parameters it gathers, not to the one in which it starts: in the
-    backward it starts ahead. FSDP2's collectives run beside the work of their part, which waits for what takes longer
-    than the work. Every other collective is waited for. One is of FSDP2 if it reads what an operator of FSDP2 wrote, or
-    what another collective of FSDP2 wrote.
+    A collective is of FSDP2 if it reads what an operator or another collective of FSDP2 wrote. It runs beside the work
+    of its part, and a gather is of the part whose parameters it gathers: in the backward it starts ahead. Every other
+    collective is waited for.
     """
 
     def __init__(self, seconds_of: SecondsOf, communicated: Communicated) -> None:
@@ -52,7 +51,8 @@ class ParallelLedger(Ledger):  # type: ignore[no-untyped-call]  # untyped in tor
         kind = collective_kind(operator) if is_operator else None
         if kind is not None:
             return self._communicate(kind, operator, args, kwargs)
-        if is_operator and operator.namespace == "fsdp":
+        is_join = operator is torch.ops.aten.cat.out and not self.gathered.isdisjoint(storages_in(args))
+        if is_operator and (operator.namespace == "fsdp" or is_join):  # shares of a later dimension are joined
             return self._copy(operator, types, args, kwargs)
         return super().__torch_dispatch__(operator, types, args, kwargs)
 
