@@ -124,7 +124,7 @@ BAD = [
     (("examples.plan_llama:none", *HALF), "examples.plan_llama has no none; works: examples.plan_llama:"),
     (("examples.plan_llama", *HALF), "the target is not written module:function"),
     (("examples.plan_llama:__doc__", *HALF), "the target is not a function; received: "),
-    (("examples.plan_parallel:tiny", *HALF, "--mesh", "dp=2,8"), "not sizes by name such as dp=2,tp=8; received: dp=2,8"),
+    (("examples.plan_parallel:tiny", *HALF, "--mesh", "dp=2,8"), "by name such as dp=2,tp=8; received: dp=2,8"),
     (("examples.plan_parallel:tiny", *HALF, "--mesh", "tp=0"), "not sizes by name such as dp=2,tp=8; received: tp=0"),
     (("examples.plan_parallel:tiny", *HALF), "missing 1 required positional argument: 'mesh'"),
     (("examples.plan_parallel:tiny", *HALF, "--mesh", "tp=2"), "KeyError"),

@@ -3,16 +3,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MethodType
 from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchckpt.costs.count import Counted, counted, repeated_children, watched
+from torchckpt.costs.count import Counted, RegionSeen, counted, repeated_children
 from torchckpt.costs.operation import Ledger, kernels_of
 from torchckpt.costs.private import VALUES_ASKED, is_unallocated, sharded_kind, unallocated
 from torchckpt.errors import ArgumentError, CheckpointError, Fault
@@ -63,11 +64,12 @@ def counted_chain(build: Build, how: Counting) -> list[Counted]:
         ArgumentError: ``build`` raises or returns something else, or a stage does not run.
     """
     with _environment(how), _stand_ins(_checked(build, how.mesh is not None)) as chain:
-        if how.mesh is None:
-            return _counts(chain, how, None if _has_regions(chain) else repeated_children(chain.stages))
-        # A forward alone would leave parameters gathered, and FSDP2 expecting its backward.
-        counts = _counts(chain, how, None)
-        return counts if any(count.blocks for count in counts) else _counts(chain, how, repeated_children(chain.stages))
+        with suppress(RegionSeen):
+            return _counts(chain, how, repeated_children(chain.stages))
+        for module in (module for stage in chain.stages for module in stage.modules()):
+            if isinstance(reshard := getattr(module, "reshard", None), MethodType):
+                reshard()  # FSDP2 has gathered what the interrupted forward needed
+        return _counts(chain, how, None)
 
 
 def _counts(chain: _Chain, how: Counting, children: Sequence[nn.Module] | None) -> list[Counted]:
@@ -132,16 +134,13 @@ def _refuse_sharded(stages: Sequence[nn.Module], inputs: tuple[Any, ...], in_mes
               for name, value in (*stage.named_modules(), *stage.named_parameters(), *stage.named_buffers())]
     for place, value in [*values, *(("an input of the first stage", tensor) for tensor in tensors_in(inputs))]:
         kind = sharded_kind(value)
-        if kind is None:
-            continue
-        if not in_mesh:
+        if kind is not None and not in_mesh:
             works = "with fake_mesh(dp=2, tp=4) as mesh: pipeline_costs(lambda: stages(mesh), device)"
             _refuse("a tensor is sharded over ranks, and no mesh was told", f"{place} is a {kind}", works=works)
-        if isinstance(value, nn.Module):
-            _refuse("a module hides its shares, and cannot be counted", f"{place} is a {kind}", works="fully_shard()")
-        if not is_unallocated(value):
-            rule = "a share of a larger tensor has memory, or is not on the CPU"
-            _refuse(rule, f"{place} is a {kind}", works="a model that the function makes, on the mesh of fake_mesh()")
+        if kind is not None and (isinstance(value, nn.Module) or not is_unallocated(value)):
+            rule = "a share of a larger tensor has memory, or is hidden by its module"
+            works = "fully_shard(), or parallelize_module(), of a model that the function makes on the CPU"
+            _refuse(rule, f"{place} is a {kind}", works=works)
 
 
 @contextmanager
@@ -184,30 +183,12 @@ def _handed_on(outputs: Any) -> tuple[Any, ...]:
     )
 
 
-class _Seen(Exception):
-    """Raised at the first region."""
-
-
-def _has_regions(chain: _Chain) -> bool:
-    def seen(*_: Any) -> None:
-        raise _Seen
-
-    inputs = chain.inputs
-    try:
-        for index in range(len(chain.stages)):
-            with _explained(index, chain, inputs), watched(seen, seen):
-                inputs = _handed_on(chain.call(index, inputs))
-    except _Seen:
-        return True
-    return False
-
-
 @contextmanager
 def _explained(index: int, chain: _Chain, inputs: tuple[Any, ...]) -> Iterator[None]:
     """Add the stage and its inputs to an error that the user's code raises."""
     try:
         yield
-    except (CheckpointError, _Seen):
+    except (CheckpointError, RegionSeen):
         raise
     except VALUES_ASKED as error:
         rule = "a stage asks for the values of tensors, and what is planned must not depend on them"

@@ -3,10 +3,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["KINDS", "Collective"]
-
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "permute")
-"""The kinds that are counted. A ``permute`` sends to one rank and receives from another."""
+__all__ = ["Collective"]
 
 
 class Collective(NamedTuple):
@@ -18,7 +15,7 @@ class Collective(NamedTuple):
     """
 
     kind: str
-    """One of ``KINDS``."""
+    """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``, ``permute`` (to one rank)."""
     bytes: int
     """Bytes of one rank: the larger of its input and its output."""
     ranks: int

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -27,7 +28,9 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchckpt.costs.collective import Collective
-from torchckpt.costs.operation import AFTER, BEFORE, BOTH_GRADS, FORWARD, INPUT_GRAD, REPLAY, Ledger
+from torchckpt.costs.operation import AFTER, BEFORE, BOTH_GRADS, FORWARD, INPUT_GRAD, REPLAY, Ledger, storages_in
+from torchckpt.costs.repeat import Repeats
+from torchckpt.modules import module_of
 from torchckpt.planning.work.block import Block
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import Options
@@ -37,7 +40,7 @@ from torchckpt.regions.saved import storage_of
 from torchckpt.tensors import inner_tensors, nodes_behind, tensors_in
 from torchckpt.typing import Function
 
-__all__ = ["Counted", "Part", "counted", "repeated_children", "static_of", "watched"]
+__all__ = ["Counted", "Part", "RegionSeen", "counted", "repeated_children", "static_of"]
 
 
 @dataclass(frozen=True)
@@ -80,8 +83,9 @@ class Counted:
 class _Forward:
     """Data about a stage, collected during its forward."""
 
-    def __init__(self, ledger: Ledger, static: Collection[StorageWeakRef]) -> None:
+    def __init__(self, ledger: Ledger, static: Mapping[StorageWeakRef, float]) -> None:
         self.ledger = ledger
+        self.repeats = Repeats()
         self.inputs: list[Tensor] = []  # inputs of blocks that need a gradient
         self.changing: set[int] = set()  # blocks that change what they are given
         self.boundaries: list[set[StorageWeakRef]] = []  # the inputs of each block
@@ -102,6 +106,20 @@ class _Forward:
         if any(tensor._version != version for tensor, version in self._versions):
             self.changing.add(self.ledger.part)
         self._turn(AFTER)
+
+    def run(self, function: Function, *args: Any, **kwargs: Any) -> Any:
+        """Call a block that was entered, unless another stands for it."""
+        part, module = self.ledger.part, module_of(function)
+        outputs = self.repeats.run(part, function, args, kwargs, self._stands)
+        if part in self.repeats.like and module is not None:
+            for storage in storages_in([*module.parameters(), *module.buffers()]):
+                self.ledger.use(storage)
+        return outputs
+
+    def _stands(self, part: int, outputs: Any) -> bool:
+        """Whether a block can stand for others: nobody else holds what it returned, and it left its inputs alone."""
+        held = self._saved[part] | self.boundaries[part] | self._static.keys()
+        return part not in self.changing and held.isdisjoint(storages_in(outputs))
 
     def pack(self, tensor: Tensor) -> Tensor:
         self._saved[self.ledger.part].update(self._met(tensor))
@@ -164,7 +182,7 @@ def counted(
     forward = _Forward(ledger, ledger.watched)
     parameters = [parameter for parameter in stage.parameters() if parameter.requires_grad]
     with ledger:
-        blocks_watched = watched(forward.enter, forward.leave, children)
+        blocks_watched = _watched(forward.enter, forward.leave, forward.run, children)
         with saved_tensors_hooks(forward.pack, lambda tensor: tensor), blocks_watched, _phase(ledger, FORWARD):
             outputs = call()
         graded = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
@@ -183,26 +201,31 @@ def counted(
     for tensor in (*parameters, *leaves):
         tensor.grad = None
     before, after, *blocks = _parts(forward, static)
-    message = sum(share.nbytes for tensor in tensors_in(inputs) for share in inner_tensors(tensor) if
-        share.is_floating_point())
-    elements = sum(share.numel() for parameter in parameters for share in inner_tensors(parameter))
+    shares = [share for tensor in tensors_in(inputs) for share in inner_tensors(tensor)]
+    message = sum(share.nbytes for share in shares if share.is_floating_point())
+    elements = sum(map(_elements, parameters))
     return Counted(before, tuple(blocks), after, message, elements, ledger.gathered_bytes), outputs
 
 
-def _parts(forward: _Forward, static: Mapping[StorageWeakRef, float]) -> Iterator[Part]:
+def _parts(forward: _Forward, static: Mapping[StorageWeakRef, float]) -> Iterable[Part]:
     """What is before the blocks, what is after them, and the blocks."""
     ledger, amounts = forward.ledger, forward.bytes_of_parts()
     static_bytes: defaultdict[int, float] = defaultdict(float)
     for storage, size in static.items():
         static_bytes[ledger.users.get(storage, BEFORE)] += size
+    parts: dict[int, Part] = {}
     for part in (BEFORE, AFTER, *range(len(forward.boundaries))):
+        if part in forward.repeats.like:
+            parts[part] = parts[forward.repeats.like[part]]
+            continue
         phases = FORWARD, INPUT_GRAD, BOTH_GRADS, REPLAY
         ahead, inner, both, replay = (max(ledger.seconds[phase, part], ledger.beside[phase, part]) for phase in phases)
         forward_flops, _, backward_flops, replay_flops = (ledger.flops[phase, part] for phase in phases)
         saved, boundary, unsaved = amounts[part]
         work = Block(ahead, inner, max(0.0, both - inner), replay, saved, boundary, static_bytes[part])
         flops, changes_input = (forward_flops, backward_flops, replay_flops), part in forward.changing
-        yield Part(work, *flops, unsaved, changes_input, ledger.collectives(part))
+        parts[part] = Part(work, *flops, unsaved, changes_input, ledger.collectives(part))
+    return parts.values()
 
 
 def _turning(ledger: Ledger, part: int) -> Callable[[Any], None]:
@@ -224,47 +247,59 @@ def _phase(ledger: Ledger, phase: str) -> Iterator[None]:
 
 
 _Enter: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], None]
+_Run: TypeAlias = Callable[..., Any]
+"""Calls its first argument, a block, with the others."""
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+class RegionSeen(Exception):
+    """Raised at the first region where blocks are children: the blocks of all stages are regions then."""
 
 
 class _Regions(Scope):
     """The scope of all regions of a stage. It tells when outermost ones start and end, and each keeps what it saves."""
 
-    def __init__(self, enter: _Enter, leave: Callable[[], None]) -> None:
+    def __init__(self, enter: _Enter, leave: Callable[[], None], run: _Run) -> None:
         super().__init__(keep=True)
-        self._enter, self._leave = enter, leave
+        self._enter, self._leave, self._run = enter, leave, run
         self._depth = 0
 
     def run(
         self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     ) -> tuple[Any, Frame | None]:
-        if not self._depth:
-            self._enter(args, kwargs)
+        if self._depth:
+            return super().run(function, args, kwargs, options)
+        self._enter(args, kwargs)
         self._depth += 1
-        outputs = super().run(function, args, kwargs, options)
+        outputs = super().run(partial(self._run, function), args, kwargs, options)
         self._depth -= 1
-        if not self._depth:
-            self._leave()
+        self._leave()
         return outputs
 
 
+def _seen(*_: Any) -> None:
+    raise RegionSeen
+
+
 @contextmanager
-def watched(enter: _Enter, leave: Callable[[], None], children: Sequence[nn.Module] | None = None) -> Iterator[None]:
-    """Inside this context, ``enter`` and ``leave`` are called around each block: each outermost region, or each call of
-    ``children``."""
+def _watched(
+    enter: _Enter, leave: Callable[[], None], run: _Run, children: Sequence[nn.Module] | None
+) -> Iterator[None]:
+    """Inside this context, ``enter`` and ``leave`` are called around each block, and ``run`` in its place: each
+    outermost region, or each call of ``children``."""
     with ExitStack() as stack:
-        if children is None:
-            stack.enter_context(_Regions(enter, leave).entered())
-        else:
-            stack.enter_context(Scope(keep=True).entered())
-            for child in children:
-                entering = child.register_forward_pre_hook(
-                    lambda _, args, kwargs: enter(args, kwargs), with_kwargs=True, prepend=True
-                )
-                leaving = child.register_forward_hook(lambda *_: leave())
-                stack.callback(entering.remove)
-                stack.callback(leaving.remove)
+        stack.enter_context(_Regions(enter if children is None else _seen, leave, run).entered())
+        for child in children or ():
+            entering = child.register_forward_pre_hook(
+                lambda _, args, kwargs: enter(args, kwargs), with_kwargs=True, prepend=True
+            )
+            leaving = child.register_forward_hook(lambda *_: leave())
+            stack.callback(entering.remove)
+            stack.callback(leaving.remove)
+            if "forward" not in vars(child):
+                child.forward = partial(run, child.forward)
+                stack.callback(vars(child).pop, "forward")
         yield
 
 
@@ -318,18 +353,21 @@ def static_of(stage: nn.Module, optimizer_bytes: float | None = None) -> dict[St
             state_bytes = optimizer_bytes
         added_bytes = 0.0
         if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
-            elements = sum(share.numel() for share in inner_tensors(tensor))
-            added_bytes = elements * state_bytes + _gradient_bytes(tensor, elements, gradients)
+            added_bytes = _elements(tensor) * state_bytes + _gradient_bytes(tensor, gradients)
         for storage, size in storage_of(tensor).items():
             sizes[storage] = sizes.get(storage, size) + added_bytes  # several may be views of one storage
     return sizes
 
 
-def _gradient_bytes(parameter: nn.Parameter, elements: int, counted: set[StorageWeakRef]) -> int:
-    """The bytes of a gradient: those that it has, if there is one, without storages that were ``counted`` with another
-    parameter's. FSDP2 reduces the gradients of a module into one storage."""
+def _elements(tensor: Tensor) -> int:
+    return sum(share.numel() for share in inner_tensors(tensor))
+
+
+def _gradient_bytes(parameter: nn.Parameter, counted: set[StorageWeakRef]) -> int:
+    """The bytes of the gradient, or of one of its dtype, without storages that were ``counted`` with another one's.
+    FSDP2 reduces the gradients of a module into one storage."""
     if parameter.grad is None:
-        return elements * parameter.element_size()
+        return _elements(parameter) * parameter.element_size()
     sizes = {storage: size for storage, size in storage_of(parameter.grad).items() if storage not in counted}
     counted.update(sizes)
     return sum(sizes.values())

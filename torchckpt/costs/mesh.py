@@ -14,7 +14,7 @@ from torchckpt.errors import Fault, brief, called, check, raise_fault
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Layout", "fake_mesh", "layout_in_force"]
+__all__ = ["LAYOUT", "Layout", "fake_mesh"]
 
 
 @dataclass(frozen=True)
@@ -49,21 +49,16 @@ class Layout:
         return tuple(sorted(map(sum, product(*choices))))
 
 
-_LAYOUT: ContextVar[Layout | None] = ContextVar("torchckpt_layout", default=None)
-
-
-def layout_in_force() -> Layout | None:
-    """That of the :func:`fake_mesh` around the caller; None outside of one."""
-    return _LAYOUT.get()
+LAYOUT: ContextVar[Layout | None] = ContextVar("torchckpt_layout", default=None)
+"""That of the :func:`fake_mesh` around the caller; None outside of one."""
 
 
 @contextmanager
 def fake_mesh(*, rank: int = 0, **dimensions: int) -> Iterator[DeviceMesh]:
     """Inside this context, this process is one rank of a mesh whose other ranks are not there.
 
-    Its collectives return at once, and change nothing. A model that is parallelized over the mesh can be counted:
-    :func:`~torchckpt.costs.pipeline_costs` has its FLOPs, bytes and collectives, those of this rank. The model has to
-    be made by the function that ``pipeline_costs`` calls, where tensors have no memory.
+    Collectives return at once, and change nothing. :func:`~torchckpt.costs.pipeline_costs` counts this rank's share of
+    a model that is parallelized over the mesh. It has to be made by the function that ``pipeline_costs`` calls.
 
     >>> def stages(mesh):
     ...     layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(2)))
@@ -77,13 +72,11 @@ def fake_mesh(*, rank: int = 0, **dimensions: int) -> Iterator[DeviceMesh]:
 
     Args:
         rank: the rank that is counted. Default: 0. Others have other bytes only where shards are uneven.
-        **dimensions: the sizes by name, as ``mesh_dim_names`` of a ``DeviceMesh``. Ranks that are neighbours in the
-            last dimension have neighbouring numbers, so it belongs inside a node. Other meshes can be made of the same
-            ranks (``init_device_mesh("cpu", ...)``), if their groups are dimensions of this one or products of them.
+        **dimensions: the sizes by name, as ``mesh_dim_names`` of a ``DeviceMesh``; the last is that of neighbours, and
+            belongs inside a node. Groups of other meshes have to be along these dimensions, too, or along several.
 
     Raises:
-        ArgumentError: a size is no number above 0, ``rank`` is not below their product, or this process already has a
-            process group.
+        ArgumentError: a size is no number above 0, ``rank`` is not below their product, or there is a process group.
     """
     with called("fake_mesh()"):
         check(_faults(rank, dimensions))
@@ -92,11 +85,11 @@ def fake_mesh(*, rank: int = 0, **dimensions: int) -> Iterator[DeviceMesh]:
     from torchckpt.costs.private.mesh import ranks_without_processes
 
     with ranks_without_processes(rank, math.prod(dimensions.values())):
-        token = _LAYOUT.set(Layout(dimensions, rank))
+        token = LAYOUT.set(Layout(dimensions, rank))
         try:
             yield init_device_mesh("cpu", tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
         finally:
-            _LAYOUT.reset(token)
+            LAYOUT.reset(token)
 
 
 def _faults(rank: object, dimensions: dict[str, int]) -> Iterator[Fault]:

@@ -19,7 +19,7 @@ from torchckpt.tensors import flop_formula, tensors_in
 
 __all__ = [
     "AFTER", "BEFORE", "BOTH_GRADS", "FORWARD", "INPUT_GRAD", "KERNELS", "REPLAY", "Ledger", "SecondsOf", "cost_of",
-    "kernels_of",
+    "kernels_of", "storages_in",
 ]
 
 
@@ -71,9 +71,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
         self.watched: Mapping[StorageWeakRef, float] = {}
         """Storages of parameters and buffers, and their static bytes."""
         self.gathered: set[StorageWeakRef] = set()
-        """Storages of parameters that were gathered for a while, and of the buffers that they were gathered into."""
         self.gathered_bytes = 0
-        """The most that they took at once."""
+        """Storages of parameters that were gathered for a while, and the most that they took at once."""
         self.beside: defaultdict[tuple[str, int], float] = defaultdict(float)
         """The seconds of what runs beside the operators of each phase and part."""
         self.phase: str | None = None
@@ -84,7 +83,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
         self.makers: dict[StorageWeakRef, int] = {}
         """The part in which a storage was made."""
         self.users: dict[StorageWeakRef, int] = {}
-        """The first part that read each storage."""
+        """The part that read each storage: the first one that is not before the blocks, where FSDP2 pads all shares."""
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -102,6 +101,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
         self.seconds[REPLAY, self.part] = self.seconds[FORWARD, self.part]
         self.flops[REPLAY, self.part] = self.flops[FORWARD, self.part]
 
+    def use(self, storage: StorageWeakRef) -> None:
+        """Note that the part reads a storage."""
+        if self.users.get(storage, BEFORE) == BEFORE:
+            self.users[storage] = self.part
+
     def collectives(self, part: int) -> tuple[Collective, ...]:
         """Those of a part, each kind once with its count."""
         return ()
@@ -110,15 +114,16 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
         """Count what an optimizer communicates, whose gradients are there."""
 
     def _look(self, read: Any, written: Any) -> None:
-        for storage in _storages_in(read):
-            self.users.setdefault(storage, self.part)
+        for storage in storages_in(read):
+            self.use(storage)
             if storage not in self.watched:
                 self.makers.setdefault(storage, BEFORE)  # it was made before the stage
-        for storage in _storages_in(written):
+        for storage in storages_in(written):
             self.makers.setdefault(storage, self.part)
 
 
-def _storages_in(tree: Any) -> Iterator[StorageWeakRef]:
+def storages_in(tree: Any) -> Iterator[StorageWeakRef]:
+    """The storages of the tensors in ``tree``."""
     return (storage for tensor in tensors_in(tree) for storage in storage_of(tensor))
 
 

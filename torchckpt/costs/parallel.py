@@ -6,8 +6,7 @@ that operators come with the shapes of this rank.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import torch
@@ -15,9 +14,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchckpt.costs.collective import Collective
-from torchckpt.costs.operation import BEFORE, BOTH_GRADS, FORWARD, INPUT_GRAD, REPLAY, Ledger, SecondsOf
+from torchckpt.costs.operation import BEFORE, BOTH_GRADS, FORWARD, REPLAY, Ledger, SecondsOf, storages_in
 from torchckpt.costs.private.mesh import bytes_alive, collective_kind, group_of, is_partial
-from torchckpt.regions.saved import storage_of
 from torchckpt.tensors import tensors_in
 
 __all__ = ["Communicated", "ParallelLedger"]
@@ -32,10 +30,9 @@ _NAMES = {FORWARD: "forward", BOTH_GRADS: "backward", REPLAY: "replay", STEP: "s
 class ParallelLedger(Ledger):  # type: ignore[no-untyped-call]  # untyped in torch
     """Counts collectives, too, and what FSDP2 gathers.
 
-    A gather of FSDP2 belongs to the part whose parameters it gathers, not to the one in which it starts: in the
-    backward it starts ahead. FSDP2's collectives run beside the work of their part, which waits for what takes longer
-    than the work. Every other collective is waited for. One is of FSDP2 if it reads what an operator of FSDP2 wrote, or
-    what another collective of FSDP2 wrote.
+    A collective is of FSDP2 if it reads what an operator or another collective of FSDP2 wrote. It runs beside the work
+    of its part, and a gather is of the part whose parameters it gathers: in the backward it starts ahead. Every other
+    collective is waited for.
     """
 
     def __init__(self, seconds_of: SecondsOf, communicated: Communicated) -> None:
@@ -54,8 +51,9 @@ class ParallelLedger(Ledger):  # type: ignore[no-untyped-call]  # untyped in tor
         kind = collective_kind(operator) if is_operator else None
         if kind is not None:
             return self._communicate(kind, operator, args, kwargs)
-        if is_operator and operator.namespace == "fsdp":
-            return self._prepare(operator, types, args, kwargs)
+        is_join = operator is torch.ops.aten.cat.out and not self.gathered.isdisjoint(storages_in(args))
+        if is_operator and (operator.namespace == "fsdp" or is_join):  # shares of a later dimension are joined
+            return self._copy(operator, types, args, kwargs)
         return super().__torch_dispatch__(operator, types, args, kwargs)
 
     def saved(self) -> None:
@@ -72,24 +70,24 @@ class ParallelLedger(Ledger):  # type: ignore[no-untyped-call]  # untyped in tor
 
     def step(self, parameters: Iterable[nn.Parameter]) -> None:
         """Run an optimizer where gradients are still partial sums: it communicates, once for all micro-batches."""
-        partial = [parameter for parameter in parameters if is_partial(parameter.grad)]
-        if partial:
-            self.phase, self.part = STEP, BEFORE
-            torch.optim.AdamW(partial).step()
-            self.phase = None
+        parts: defaultdict[int, list[nn.Parameter]] = defaultdict(list)
+        for parameter in parameters:
+            if is_partial(parameter.grad):
+                parts[next((self.users.get(key, BEFORE) for key in storages_in(parameter)), BEFORE)].append(parameter)
+        for part, listed in parts.items():
+            self.phase, self.part = STEP, part
+            torch.optim.AdamW(listed).step()
+        self.phase = None
 
     def _communicate(self, kind: str, operator: Any, args: Any, kwargs: Any) -> Any:
-        outputs = operator(*args, **kwargs)
-        if self.phase == FORWARD:
-            self._look((args, kwargs), outputs)
+        outputs = self._unseen(operator, args, kwargs)
         if not kind or self.phase is None:
             return outputs
         ranks = group_of(operator, args, kwargs)
         sides = [tensors_in(side) for side in (*args, *kwargs.values(), outputs)]
         size = max(sum(tensor.numel() * tensor.element_size() for tensor in side) for side in sides)
         dimension, seconds = self._communicated(kind, size, ranks)
-        collective = Collective(kind, size, len(ranks), dimension, "")
-        storages = {storage for side in sides for tensor in side for storage in storage_of(tensor)}
+        collective, storages = Collective(kind, size, len(ranks), dimension, ""), set(storages_in(sides))
         if self._buffers.isdisjoint(storages):
             self._waited[self.phase, self.part][collective] += 1
             self.seconds[self.phase, self.part] += seconds
@@ -97,38 +95,38 @@ class ParallelLedger(Ledger):  # type: ignore[no-untyped-call]  # untyped in tor
             self._gathers.update(dict.fromkeys(storages, (collective, seconds)))
         else:
             self._buffers |= storages
-            self._note(collective, seconds)
+            self._note(self.phase, collective, seconds)
         return outputs
 
-    def _note(self, collective: Collective, seconds: float) -> None:
-        key = self.phase or FORWARD, self.part
-        self._beside[key][collective] += 1
-        self.beside[key] += seconds
+    def _note(self, phase: str, collective: Collective, seconds: float) -> None:
+        self._beside[phase, self.part][collective] += 1
+        self.beside[phase, self.part] += seconds
 
-    def _prepare(self, operator: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator that FSDP2 has before or after a collective."""
-        wholes = {storage for tensor in tensors_in(kwargs.get("out")) for storage in storage_of(tensor)}
-        with self._in(next((self._owners[key] for key in wholes if key in self._owners), self.part)):
+    def _copy(self, operator: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator of FSDP2, which copies before or after a collective."""
+        name, phase, part = operator.overloadpacket.__name__, self.phase, self.part
+        wholes = set(storages_in(kwargs.get("out")))
+        self.part = next((self._owners[key] for key in wholes if key in self._owners), part)
+        if name == "all_gather_copy_in":  # beside the work, too, and ahead of it
+            outputs = self._unseen(operator, args, kwargs)
+        else:
             outputs = super().__torch_dispatch__(operator, types, args, kwargs)
-            written = wholes | {storage for tensor in tensors_in(outputs) for storage in storage_of(tensor)}
-            name = operator.overloadpacket.__name__
-            if name == "split_with_sizes_copy":
-                self._owners.update(dict.fromkeys(wholes, self.part))
-                gathers = [self._gathers.pop(key, None) for key in storage_of(args[0])]
-                for gather in gathers:
-                    if gather is not None:
-                        self._note(*gather)
-            else:
-                self._buffers |= written
-        if name != "chunk_cat" and self.phase != INPUT_GRAD:
+        written = wholes | set(storages_in(outputs))
+        if name == "split_with_sizes_copy" and phase is not None:
+            self._owners.update(dict.fromkeys(wholes, self.part))
+            for gather in filter(None, [self._gathers.pop(key, None) for key in storages_in(args[0])]):
+                self._note(phase, *gather)
+        else:
+            self._buffers |= written
+        if name != "chunk_cat" and phase in (FORWARD, BOTH_GRADS):
             self.gathered |= written
             self.gathered_bytes = max(self.gathered_bytes, bytes_alive(self.gathered))
+        self.part = part
         return outputs
 
-    @contextmanager
-    def _in(self, part: int) -> Iterator[None]:
-        before, self.part = self.part, part
-        try:
-            yield
-        finally:
-            self.part = before
+    def _unseen(self, operator: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator without counting it."""
+        outputs = operator(*args, **kwargs)
+        if self.phase == FORWARD:
+            self._look((args, kwargs), outputs)
+        return outputs

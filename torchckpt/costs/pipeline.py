@@ -18,7 +18,7 @@ import torch
 
 from torchckpt.costs.chain import Build, Counting, counted_chain
 from torchckpt.costs.count import Counted, Part
-from torchckpt.costs.mesh import Layout, layout_in_force
+from torchckpt.costs.mesh import LAYOUT, Layout
 from torchckpt.costs.operation import KERNELS, Ledger, SecondsOf
 from torchckpt.errors import Fault, called, check, raise_fault
 from torchckpt.planning.device import Device, device_named
@@ -140,7 +140,7 @@ def pipeline_costs(
         return machine.seconds(flops, moved_bytes, kind, efficiency)
 
     default = None if dtype is None else _DTYPES[dtype]
-    how, layout = Counting(kernels, default, optimizer_bytes, partial(Ledger, seconds_of)), layout_in_force()
+    how, layout = Counting(kernels, default, optimizer_bytes, partial(Ledger, seconds_of)), LAYOUT.get()
     chain = counted_chain(build, how if layout is None else _in_mesh(how, layout, machine, seconds_of))
     stages = tuple(_stage(*pair) for pair in enumerate(chain))
     if not any(stage.blocks for stage in stages):

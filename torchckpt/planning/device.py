@@ -18,11 +18,10 @@ class Network:
     bytes_per_second: float
     """What a device sends inside of a node, in one direction, while all communicate."""
     outer_bytes_per_second: float
-    """What a device sends to other nodes, in one direction. The devices of a node have as many links."""
+    """What a device sends to other nodes, in one direction, by a link of its own."""
     latency_seconds: float
-    """Of one hop inside of a node."""
+    """Of one hop inside of a node; ``outer_latency_seconds`` between nodes."""
     outer_latency_seconds: float
-    """Of one hop between nodes."""
     start_seconds: float
     """Of any collective, however small."""
     source: str
@@ -30,36 +29,29 @@ class Network:
     def seconds(self, kind: str, size: float, ranks: int, on_node: int) -> float:
         """Seconds of a collective by a ring, or straight to each rank (``all_to_all``, ``permute``).
 
-        A ring has ``ranks - 1`` hops, of which one leaves each node but the last, and passes on all bytes but those of
-        one rank; an all-reduce goes round twice. Each rank of a node has a link to other nodes, so that a ring leaves
-        a node by as many as it has ranks there. Latency and bandwidth are added (Hockney, 1994; the counts of bytes
-        and hops are those of Thakur, Rabenseifner and Gropp, 2005).
+        A ring has ``ranks - 1`` hops, one of them from node to node for each node but one, and passes on all bytes but
+        those of one rank. It leaves a node by the links of its ranks there. An all-reduce goes round twice. Latency and
+        bandwidth are added (Hockney, 1994; bytes and hops as Thakur, Rabenseifner and Gropp, 2005, have them).
 
         >>> network = device_named("h100").network
         >>> round(network.seconds("all_gather", size=134217728, ranks=8, on_node=8) * 1e6, 1)
         348.9
 
         Args:
-            kind: one of ``torchckpt.costs.collective.KINDS``.
-            size: bytes of one rank, the larger of its input and its output.
-            ranks: in the group.
-            on_node: those of them in one node.
+            kind, size, ranks: as in ``torchckpt.costs.Collective``; ``on_node`` are the ranks of the group in one node.
         """
         if ranks == 1:
             return 0.0
-        away, rounds = ranks - on_node, 2 if kind == "all_reduce" else 1
+        away, nodes = ranks - on_node, -(-ranks // on_node)
         if kind in ("all_to_all", "permute"):
             hops = self.outer_latency_seconds if away else self.latency_seconds
-            inner, outer = (on_node - 1) / ranks, away / ranks
-            if kind == "permute":
-                inner, outer = float(not away), float(away > 0)
-            moving = max(inner * size / self.bytes_per_second, outer * size / self.outer_bytes_per_second)
+            inner, outer = (on_node - 1, away) if kind == "all_to_all" else (ranks * (not away), ranks * (away > 0))
+            moving = max(inner / self.bytes_per_second, outer / self.outer_bytes_per_second) * size / ranks
             return self.start_seconds + hops + moving
-        nodes = -(-ranks // on_node)
         hops = (ranks - nodes) * self.latency_seconds + (nodes - 1) * self.outer_latency_seconds
         speed = min(self.bytes_per_second, on_node * self.outer_bytes_per_second) if away else self.bytes_per_second
         share = 1.0 if kind == "broadcast" else (ranks - 1) / ranks
-        return self.start_seconds + rounds * (hops + share * size / speed)
+        return self.start_seconds + (2 if kind == "all_reduce" else 1) * (hops + share * size / speed)
 
 
 @dataclass(frozen=True)
@@ -109,9 +101,8 @@ def _nvidia(nvlink: float, links: int, outer: float, system: str) -> Network:
 
 _INFINITY = Network(
     8, 7 * 48e9, 50e9, 3.6e-6, 15.1e-6, 17e-6,
-    "latencies: RCCL, src/graph/tuning.cc (tuning_model_0, ring, Simple); bandwidth inside: AMD, Understanding RCCL "
-    "Bandwidth and xGMI Performance on AMD Instinct MI300X (48 GB/s of each of seven links are usable); between nodes: "
-    "one port of 400 Gb/s a device",
+    "latencies: RCCL, src/graph/tuning.cc (tuning_model_0, ring, Simple); inside: AMD, Understanding RCCL Bandwidth "
+    "and xGMI Performance on AMD Instinct MI300X (48 GB/s of each of 7 links); between nodes: 400 Gb/s a device",
 )  # fmt: skip
 DEVICES = {
     device.name: device

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,9 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from torchckpt.tensors import tensors_in
 
-__all__ = [
-    "bytes_alive", "collective_kind", "group_of", "is_partial", "ranks_without_processes", "without_values",
-]
+__all__ = ["bytes_alive", "collective_kind", "group_of", "is_partial", "ranks_without_processes", "without_values"]
 
 
 @contextmanager
@@ -33,8 +32,9 @@ def ranks_without_processes(rank: int, world: int) -> Iterator[None]:
     """Inside this context, this process is ``rank`` of ``world``, and collectives do nothing."""
     hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    unseen = _replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", _unseen)
     try:
-        with _replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", _unseen), _as_on_accelerators():
+        with unseen, _replaced(placement_types, "shard_dim_alltoall", _all_to_all):
             yield
     finally:
         dist.destroy_process_group()
@@ -43,6 +43,26 @@ def ranks_without_processes(rank: int, world: int) -> Iterator[None]:
         # of groups that are gone; a later mesh finds them.
         _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # untyped in torch
         _redistribute._gen_transform_infos.cache_clear()
+
+
+@contextmanager
+def without_values(node_devices: int) -> Iterator[None]:
+    """Inside this context, which is inside the mode whose tensors have no memory, meshes can be made and read, and
+    DTensor takes a node for one of so many devices: ``MeshTopoInfo`` of torch/distributed/tensor/_collective_utils.py
+    asks the CPU, which says one."""
+    nodes = SimpleNamespace(num_devices_per_host=lambda _: node_devices)
+    with _replaced(_collective_utils, "_mesh_resources", nodes), _Integers():  # type: ignore[no-untyped-call]  # in torch
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 _propagate = ShardingPropagator._propagate_tensor_meta_non_cached
@@ -55,29 +75,10 @@ def _unseen(self: ShardingPropagator, schema: Any) -> Any:
         return _propagate(self, schema)
 
 
-@contextmanager
-def _as_on_accelerators() -> Iterator[None]:
+def _all_to_all(input: Tensor, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: int) -> Any:
     """A mesh of the CPU gathers and cuts where one of an accelerator has an all-to-all, since gloo once lacked it
     (``shard_dim_alltoall`` of torch/distributed/tensor/_collective_utils.py)."""
-
-    def all_to_all(input: Tensor, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: int) -> Tensor:
-        group = mesh.get_group(mesh_dim).group_name
-        return torch.ops._dtensor.shard_dim_alltoall(input, gather_dim, shard_dim, group)  # type: ignore[no-any-return]
-
-    with _replaced(placement_types, "shard_dim_alltoall", all_to_all):
-        yield
-
-
-@contextmanager
-def without_values(node_devices: int) -> Iterator[None]:
-    """Inside this context, which is inside the mode whose tensors have no memory, meshes can be made and read, and
-    DTensor takes a node for one of so many devices: ``MeshTopoInfo`` of torch/distributed/tensor/_collective_utils.py
-    asks the CPU, which says one."""
-    with ExitStack() as stack:
-        resources = _collective_utils._mesh_resources  # type: ignore[attr-defined]  # private
-        stack.enter_context(_replaced(resources, "num_devices_per_host", lambda _: node_devices))
-        stack.enter_context(_Integers())  # type: ignore[no-untyped-call]  # untyped in torch
-        yield
+    return torch.ops._dtensor.shard_dim_alltoall(input, gather_dim, shard_dim, mesh.get_group(mesh_dim).group_name)
 
 
 class _Integers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
@@ -88,50 +89,19 @@ class _Integers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped 
         kwargs = kwargs or {}
         read = tensors_in((args, kwargs))
         known = all(type(x) is Tensor and not x.is_floating_point() and x.numel() < _FEW for x in read)
-        if not read:
-            known = operator.overloadpacket is torch.ops.aten.arange and _counts(args, kwargs)
+        if not read:  # nothing but a few integers in a row
+            numbers = all(isinstance(number, int) and number < _FEW for number in args)
+            known = "arange" in str(operator) and numbers and not getattr(kwargs.get("dtype"), "is_floating_point", 0)
         with unset_fake_temporarily() if known else nullcontext():
             return operator(*args, **kwargs)
 
 
 _FEW = 1 << 16
-
-
-def _counts(args: Any, kwargs: Any) -> bool:
-    """Whether ``arange`` of these arguments returns a few integers."""
-    dtype = kwargs.get("dtype")
-    whole = all(isinstance(number, int) and number < _FEW for number in args)
-    return whole and (dtype is None or not dtype.is_floating_point)
-
-
-_MISSING = object()
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = vars(owner).get(name, _MISSING)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is _MISSING:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
-
-
 _KINDS = {
-    "reducescatter": "reduce_scatter",
-    "allgather": "all_gather",
-    "allreduce": "all_reduce",
-    "alltoall": "all_to_all",
-    "broadcast": "broadcast",
-    "send": "permute",
-    "recv": "permute",
-    "gather": "all_gather",
-    "scatter": "broadcast",
+    "reducescatter": "reduce_scatter", "allgather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all",
+    "broadcast": "broadcast", "send": "permute", "recv": "permute", "gather": "all_gather", "scatter": "broadcast",
     "reduce": "all_reduce",
-}
+}  # fmt: skip
 """The kind by a part of an operator's name without underscores; the first that fits."""
 
 

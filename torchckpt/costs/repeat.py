@@ -1,0 +1,110 @@
+"""Repeat: a block that is like two before it is not run. What the two cost stands for it."""
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from torchckpt.costs.private import gathering_of
+from torchckpt.modules import OF_EVERY_MODULE, module_of
+from torchckpt.tensors import inner_tensors, tensors_in
+
+__all__ = ["Repeats"]
+
+
+class Repeats:
+    """Which blocks of a stage are like which.
+
+    Two of a kind are run: with the second, what FSDP2 has gathered at once is settled. Later ones are like the second.
+    Blocks are of a kind if their modules, plain attributes, hooks, parameters and arguments are alike, but for the
+    values of tensors.
+    """
+
+    def __init__(self) -> None:
+        self.like: dict[int, int] = {}
+        """By the number of a block that was not run, the number of the one that was."""
+        self._parts: defaultdict[Hashable, list[int]] = defaultdict(list)
+        self._outputs: dict[Hashable, Any] = {}
+        self._parameters: set[int] = set()
+
+    def run(self, part: int, function: Any, args: Any, kwargs: Any, stands: Callable[[int, Any], bool]) -> Any:
+        """Call ``function`` as block ``part``, or return tensors like those that one of its kind returned.
+
+        Args:
+            stands: whether a block can stand for others, by its number and what it returned.
+        """
+        module = module_of(function)
+        parameters = set() if module is None else {id(parameter) for parameter in module.parameters()}
+        if module is None or parameters & self._parameters:
+            return function(*args, **kwargs)
+        self._parameters |= parameters
+        key = _kind_of(module), _kinds_of((args, kwargs))
+        parts = self._parts[key]
+        if len(parts) > 1 and stands(parts[1], self._outputs[key]):
+            self.like[part] = parts[1]
+            return _like(self._outputs[key], tensors_in((args, kwargs)))
+        self._outputs[key] = outputs = function(*args, **kwargs)
+        parts.append(part)
+        return outputs
+
+
+def _like(outputs: Any, inputs: list[Tensor]) -> Any:
+    """New tensors in the places of ``outputs``, which depend on ``inputs``."""
+    graded = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
+    start = torch.empty((), requires_grad=True)
+    new = iter(_Like.apply(graded, start, *inputs) if graded else ())  # type: ignore[no-untyped-call]  # in torch
+
+    def like(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return next(new) if value.requires_grad else torch.empty_like(value)
+
+    return pytree.tree_map(like, outputs)
+
+
+class _Like(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, outputs: list[Tensor], _: Tensor, *inputs: Tensor) -> Any:
+        ctx.inputs = inputs
+        return tuple(torch.empty_like(output) for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        gradients = (torch.empty_like(tensor) if tensor.requires_grad else None for tensor in ctx.inputs)
+        return None, None, *gradients
+
+
+def _kind_of(module: nn.Module) -> Hashable:
+    return tuple(
+        (name, type(inner), tuple(_plain(inner)), _kinds_of((inner._parameters, inner._buffers)))
+        for name, inner in module.named_modules()
+    )
+
+
+def _plain(module: nn.Module) -> Iterator[tuple[str, Hashable]]:
+    """The attributes of a module that are neither tensors nor modules; of its hooks their names."""
+    for name, value in vars(module).items():
+        if name in ("_parameters", "_buffers", "_modules", "forward"):
+            continue
+        if name in OF_EVERY_MODULE and isinstance(value, dict):
+            value = tuple(getattr(hook, "__qualname__", type(hook)) for hook in value.values())
+        is_state = name.startswith("__composable_api_state_key")  # of FSDP2
+        yield name, tuple(map(gathering_of, value.values())) if is_state else _hashable(value)
+
+
+def _kinds_of(tree: Any) -> Hashable:
+    leaves, spec = pytree.tree_flatten(tree)
+    return str(spec), tuple(_hashable(leaf) for leaf in leaves)
+
+
+def _hashable(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        shares = tuple((type(share), share.shape, share.stride(), share.dtype) for share in inner_tensors(value))
+        return type(value), value.requires_grad, str(getattr(value, "placements", "")), shares
+    if isinstance(value, (list, set, dict)):
+        return str(value)
+    return value if isinstance(value, Hashable) else id(value)
