@@ -305,17 +305,21 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     except (OSError, ValueError) as error:
         raise SystemExit(f"cannot read the rows: {error}; received: --rows {path}; {works}") from None
     for number, row in enumerate(rows):
-        lacks = [key for key in ("id", "series", "model", "gpu", "gpus") if not (isinstance(row, dict) and row.get(key))]
+        known = row if isinstance(row, dict) else {}
+        lacks = [key for key in ("id", "series", "model", "gpu", "gpus") if not known.get(key)]
         if lacks:
             raise SystemExit(f"a row has no {lacks[0]}; received: row {number} of {path}; {works}")
     return rows
 
 
-_KEYS = """id series model model_kind layers hidden heads kv_heads head_dim ffn gated_mlp vocab tied_embeddings moe seq_len
-micro_batch global_batch microbatches_per_step gpu gpus gpus_per_node inter_node_gbps_per_gpu tp sp cp ep pp vpp dp fsdp
-zero_stage schedule precision state_dtypes recompute recompute_detail attention compile optimizer_sharding overlap_notes
-framework step_seconds mfu_pct hfu_pct peak_memory_gib peak_memory_kind peak_active_gib outcome source quoted
-notes""".split()
+_KEYS = (
+    "id", "series", "model", "model_kind", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "gated_mlp",
+    "vocab", "tied_embeddings", "moe", "seq_len", "micro_batch", "global_batch", "microbatches_per_step", "gpu",
+    "gpus", "gpus_per_node", "inter_node_gbps_per_gpu", "tp", "sp", "cp", "ep", "pp", "vpp", "dp", "fsdp",
+    "zero_stage", "schedule", "precision", "state_dtypes", "recompute", "recompute_detail", "attention", "compile",
+    "optimizer_sharding", "overlap_notes", "framework", "step_seconds", "mfu_pct", "hfu_pct", "peak_memory_gib",
+    "peak_memory_kind", "peak_active_gib", "outcome", "source", "quoted", "notes",
+)  # fmt: skip
 _LEVERS = ("chunk", "fuse", "offload", "8bit")
 _LEFT_OUT = {
     "atorch-FSDP": "17 GiB that do not shrink with the shards; what holds them is not printed",

@@ -17,7 +17,7 @@ SPLIT = ("--tp", "8", "--pp", "4", "--dp", "2", "--micro-batch", "1", "--sequenc
 def test_a_job_its_memory_by_part_and_the_line_that_people_quote(capsys, tmp_path):
     picture = tmp_path / "memory.svg"
     lines = printed(capsys, *JOB, *SPLIT, "--svg", str(picture)).split("\n")
-    assert lines[0].startswith("llama3-70b: 70.55 G parameters on 64 x h100: tp 8 x cp 1 x pp 4 x dp 2; 1f1b, 128 micro")
+    assert lines[0].startswith("llama3-70b: 70.55 G parameters on 64 x h100: tp 8 x cp 1 x pp 4 x dp 2; 1f1b")
     parts = ["weights", "gradients", "optimizer", "gathered", "activations", "working", "buffers"]
     assert lines[2].split() == ["rank", *parts, "of", "all", "device"]
     assert lines[-2].startswith("step ")

@@ -81,7 +81,7 @@ def test_a_file_that_is_no_model(text, wrong, tmp_path):
 
 
 def test_an_unknown_name_names_the_nearest():
-    with pytest.raises(ArgumentError, match="(?s)the model is none of .*the nearest are llama3-70b.*llama3-70b"):
+    with pytest.raises(ArgumentError, match=r"(?s)the model is none of .*the nearest are llama3-70b.*llama3-70b"):
         model_named("lama3-70b")
     with pytest.raises(ArgumentError, match="cannot read the model: No such file"):
         model_named("nowhere.json")

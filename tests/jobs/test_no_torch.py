@@ -18,7 +18,8 @@ MODULES = sorted(path.stem for path in HOME.glob("*.py") if path.stem != "__init
 def test_importing_all_of_it_does_not_import_torch():
     names = [f"torchckpt.jobs.{name}" for name in MODULES]
     program = f"import sys, {', '.join(names)}; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], cwd=HOME.parent.parent, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=HOME.parent.parent, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 
 

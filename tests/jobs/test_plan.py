@@ -46,11 +46,12 @@ def test_one_stage_is_planned_as_well():
 
 def test_the_error_names_the_part_and_the_nearest_layout_that_fits():
     small = replace(FLAGSHIP, tp=4, pp=2, dp=8, recompute="none")
-    with pytest.raises(BudgetInfeasible, match="the job does not fit: rank 0 needs .*most of them activations") as error:
+    wrong = r"the job does not fit: rank 0 needs .*most of them activations"
+    with pytest.raises(BudgetInfeasible, match=wrong) as error:
         plan_job(job(small))
     assert "recompute='full'" in str(error.value)
     assert plan_job(job(replace(small, recompute="full"))).peak_bytes < 80e9
-    with pytest.raises(BudgetInfeasible, match="most of them optimizer.*\n.*\n.*gpus=128, pp=16, dp=1"):
+    with pytest.raises(BudgetInfeasible, match=r"most of them optimizer.*\n.*\n.*gpus=128, pp=16, dp=1"):
         plan_job(job(model="llama3-405b"))
 
 

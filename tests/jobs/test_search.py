@@ -66,7 +66,7 @@ def test_an_interrupted_search_has_what_it_found():
 
 
 def test_nothing_fits():
-    with pytest.raises(ArgumentError, match="no layout fits.*\n.*the state does not fit.*\n.*gpus=8"):
+    with pytest.raises(ArgumentError, match=r"no layout fits.*\n.*the state does not fit.*\n.*gpus=8"):
         search_layouts(MODELS["llama3-405b"], H100, BASE)
 
 

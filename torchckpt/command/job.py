@@ -26,8 +26,8 @@ _WORKS = "works: plan --model llama3-70b --gpus 64 --device h100 --tp 8 --pp 4 -
 _HELP = {
     "gpus": "of all", "tp": "tensor parallel", "cp": "context parallel", "ep": "expert parallel", "pp": "stages of a "
     "pipeline", "dp": "data parallel; default: what is left of --gpus", "micro_batch": "sequences; default: 1",
-    "global_batch": "sequences of a step", "sequence": "tokens; default: 8192", "chunks": "stages of a rank; default: 1, "
-    "or 2 where the schedule needs them", "node": "GPUs of a node; default: 8",
+    "global_batch": "sequences of a step", "sequence": "tokens; default: 8192", "chunks": "stages of a rank; default: "
+    "1, or 2 where the schedule needs them", "node": "GPUs of a node; default: 8",
 }  # fmt: skip
 _OPTIONS = {"recompute": "policy", "state": "sharding"}
 

@@ -22,8 +22,8 @@ class Software:
     kernels: str = "fused"
     """``fused``: hand-written kernels; ``compiled`` by Inductor; ``eager``, an operation a kernel."""
     attention: str = "fused"
-    """A kernel of :attr:`Rates.attention`: ``flash1`` (2022, and Triton's), ``flash2``, ``fused`` (cuDNN 9, FlashAttention
-    3); or ``unfused``, which writes the scores to memory."""
+    """A kernel of :attr:`Rates.attention`: ``flash1`` (2022, and Triton's), ``flash2``, ``fused`` (cuDNN 9 and
+    FlashAttention 3); or ``unfused``, which writes the scores to memory."""
     dropout: bool = False
     selective: tuple[str, ...] = ("core_attn",)
     """What ``selective`` recomputes: modules as Megatron names them (``core_attn``, ``mlp``, ``layernorm``,
@@ -85,8 +85,8 @@ class Layout:
     ahead: int = 0
     """Forwards that 1F1B runs ahead, beside its own."""
     head: str = "last"
-    """Where the head is: on the ``last`` stage; there, with layers moved away from it until the slowest stage is fastest
-    (``balanced``); or ``split`` over all stages (Yeung et al. 2024, arXiv:2411.05288)."""
+    """Where the head is: on the ``last`` stage; there, with layers moved away from it (``balanced``); or ``split`` over
+    all stages (Yeung et al. 2024, arXiv:2411.05288)."""
     recompute: str = "none"
     recomputed_share: float = 1.0
     """The share of the layers of each stage that ``full`` recomputes, from its first."""

@@ -23,8 +23,8 @@ def schedule_of(layout: Layout) -> Schedule:
 
 
 def _ordered(name: str, ranks: int, count: int, ahead: int = 1, behind: int | None = None, extra: int = 0) -> Schedule:
-    """1F1B with more forwards ahead: so many times as many, and some more. ZB-H2 has twice as many, and weight gradients
-    that wait twice as long as those of ZB-H1 (Qi et al. 2024, arXiv:2401.10241, section 2.2)."""
+    """1F1B with more forwards ahead: so many times as many, and some more. ZB-H2 has twice as many, and its weight
+    gradients wait twice as long as those of ZB-H1 (Qi et al. 2024, arXiv:2401.10241, section 2.2)."""
     orders = []
     for rank in range(ranks):
         visits: list[Visit] = [(rank, micro_batch) for micro_batch in range(count)]

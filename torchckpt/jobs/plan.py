@@ -88,9 +88,11 @@ class JobPlan:
         return times * bound + self.job.once_seconds
 
     def __str__(self) -> str:
-        return "\n\n".join((self._head(), aligned(list(self._rows())), self.summary))
+        return "\n\n".join((self.head, aligned(list(self._rows())), self.summary))
 
-    def _head(self) -> str:
+    @property
+    def head(self) -> str:
+        """The model, the devices and the layout, in one line."""
         job, layout = self.job, self.job.layout
         split = " x ".join(f"{name} {getattr(layout, name)}" for name in ("tp", "cp", "pp", "dp"))
         experts = f", ep {layout.ep}" if job.model.experts else ""
