@@ -20,8 +20,8 @@ PUBLISHED = 851.0
 LAYOUT = Layout(gpus=64, tp=8, pp=4, dp=2, micro_batch=1, global_batch=512, sequence=8192, recompute="planned")
 
 
-def planned(device: str, layout: Layout = LAYOUT) -> JobPlan:
-    return plan_job(Job(model_named("llama3-70b"), layout, MACHINES[device]))
+def planned(device: str) -> JobPlan:
+    return plan_job(Job(model_named("llama3-70b"), LAYOUT, MACHINES[device]))
 
 
 def main() -> None:

@@ -5,14 +5,13 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from torchckpt.errors import check
 from torchckpt.jobs.layer import Head, LayerWork, Seconds
 from torchckpt.jobs.layout import Layout
 from torchckpt.jobs.model import Model
 from torchckpt.jobs.order import schedule_of
 from torchckpt.jobs.rates import Machine
 from torchckpt.jobs.saved import Saved, saved_of
-from torchckpt.planning.order.schedule import Schedule
+from torchckpt.planning.order.schedule import Schedule, Visit
 from torchckpt.planning.step.simulated import Step
 from torchckpt.planning.work.block import Block, Link, Stage, fixed
 from torchckpt.planning.work.choice import Choice, Choices
@@ -22,6 +21,7 @@ __all__ = ["Job"]
 _SPLIT = ("zero_bubble", "zb-2p", "zbv", "dualpipe_v")
 """Schedules with split backwards. Their steps overlap: a rank begins the next one when it has ended its own part."""
 
+
 @dataclass(frozen=True)
 class Job:
     """A model, how it is split, and on what."""
@@ -29,9 +29,6 @@ class Job:
     model: Model
     layout: Layout
     machine: Machine
-
-    def check(self) -> None:
-        check(list(self.layout.faults(self.model)))
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -48,7 +45,7 @@ class Job:
     def _balanced(self) -> list[int]:
         """Layers moved away from the last stage, to the latest of the others, until no stage has more FLOPs."""
         layers, others = self.model.layers, self.layout.pp - 1
-        layer, head = self._dense.flops, self._head.product.flops
+        layer, head = self._work[True].flops, self._head.product.flops
 
         def most(last: int) -> float:
             return max(last * layer + head, math.ceil((layers - last) / others) * layer)
@@ -57,27 +54,20 @@ class Job:
         each, more = divmod(layers - last, others)
         return [*(each + (stage >= others - more) for stage in range(others)), last]
 
-    def _layer(self, layer: int) -> Seconds:
-        return (self._dense if self.model.is_dense(layer) else self._routed).seconds
-
     @cached_property
-    def _dense(self) -> LayerWork:
-        return LayerWork(self.model, self.layout, self.machine)
-
-    @cached_property
-    def _routed(self) -> LayerWork:
-        return LayerWork(self.model, self.layout, self.machine, dense=False)
+    def _work(self) -> dict[bool, LayerWork]:
+        """The work of a layer, by whether it has an MLP in place of experts."""
+        kinds = (True, False) if self.model.experts else (True,)
+        return {dense: LayerWork(self.model, self.layout, self.machine, dense) for dense in kinds}
 
     @cached_property
     def _head(self) -> Head:
         return Head(self.model, self.layout, self.machine)
 
-    def saved(self, layer: int) -> Saved:
-        return self._saved[self.model.is_dense(layer)]
-
     @cached_property
-    def _saved(self) -> dict[bool, Saved]:
-        return {dense: saved_of(self.model, self.layout, dense=dense) for dense in (True, False)}
+    def saved(self) -> dict[bool, Saved]:
+        """What a layer saves, by whether it has an MLP in place of experts."""
+        return {dense: saved_of(self.model, self.layout, dense=dense) for dense in self._work}
 
     def held_parameters(self, layer: int) -> tuple[float, float]:
         """The parameters of a layer on one rank before data parallel splits them: experts apart."""
@@ -92,44 +82,32 @@ class Job:
         return tuple(map(self._stage, range(len(self.layers))))
 
     def _stage(self, stage: int) -> Stage:
-        last = len(self.layers) - 1
-        head = self._head.seconds if stage == last or self.layout.head == "split" else Seconds(0.0, 0.0, 0.0)
+        dense = [self.model.is_dense(layer) for layer in self.layers[stage]]
+        is_split, is_last = self.layout.head == "split", stage == len(self.layers) - 1
+        head = self._head.seconds if is_last or is_split else Seconds(0.0, 0.0, 0.0)
         once = self._head.embedding if stage == 0 else 0.0
-        once += self._fsdp_ends if self.layout.pp == 1 else 0.0
-        forward, backward = self._sent(stage), self._sent(stage - 1)
-        if self.layout.pp > 1:
-            passes = 3 if self.layout.head == "split" else 1
-            forward, backward = forward + passes * self._anew, backward + passes * self._anew
+        if self.layout.pp == 1:
+            once += self._fsdp_ends
+        else:  # at a message a host waits, and then starts some ten kernels late; a split head and embedding are passes
+            once += (3 if is_split else 1) * 10 * self.machine.rates.host_seconds
         return Stage(
-            tuple(map(self._block, self.layers[stage])),
-            fixed(once + forward, once + backward),
+            tuple(self._blocks[each] for each in dense),
+            fixed(once + self._sent(stage), once + self._sent(stage - 1)),
             fixed(head.forward, head.input_grad, head.weight_grad, self.loss_bytes(stage) if self.holds_loss else 0.0),
-            message_bytes=self._message_bytes if stage else 0.0,
-            collective_seconds=sum(self._layer(layer).collectives for layer in self.layers[stage]),
+            message_bytes=0.0,
+            collective_seconds=sum(self._work[each].seconds.collectives for each in dense),
         )
 
-    @property
-    def _anew(self) -> float:
-        """Seconds that a host loses at a message: it waits for it, and then some ten kernels start late. A head and
-        an embedding that are split over stages are passes of their own."""
-        return 10 * self.machine.rates.host_seconds
-
-    @property
-    def _message_bytes(self) -> float:
-        layout = self.layout
-        return 2.0 * layout.tokens * self.model.hidden / layout.tp
-
-    def _crosses(self, boundary: int) -> bool:
-        """Whether the ranks of a stage and of the next are in two nodes: stages are the outermost dimension."""
-        stride, placement = self.layout.gpus // self.layout.pp, self.layout.placement
-        nodes = [placement[stage] * stride // self.machine.network.node_devices for stage in (boundary, boundary + 1)]
-        return nodes[0] != nodes[1]
-
     def _sent(self, boundary: int) -> float:
-        """Seconds of a message between a stage and the next; 0 where there is none."""
+        """Seconds of a message between a stage and the next, for which its ranks wait; 0 where there is none. Stages are
+        the outermost dimension, so that neighbours are in two nodes where a stage fills one."""
+        layout = self.layout
         if not 0 <= boundary < len(self.layers) - 1:
             return 0.0
-        return self.machine.message(self._message_bytes, across=self._crosses(boundary))
+        ranks = [layout.placement[stage] * layout.gpus // layout.pp for stage in (boundary, boundary + 1)]
+        nodes = [rank // self.machine.network.node_devices for rank in ranks]
+        size = 2.0 * layout.tokens * self.model.hidden / layout.tp
+        return self.machine.message(size, across=nodes[0] != nodes[1])
 
     @property
     def holds_loss(self) -> bool:
@@ -143,32 +121,21 @@ class Job:
         share = 1 / len(self.layers) if layout.head == "split" else float(stage == last)
         return layout.tokens * self.model.vocab / layout.tp * layout.software.loss_bytes * share
 
-    def _block(self, layer: int) -> Block:
-        return self._blocks[self.model.is_dense(layer)]
-
     @cached_property
     def _blocks(self) -> dict[bool, Block]:
-        return {dense: self._block_of(dense) for dense in (True, False) if dense or self.model.experts}
+        return {dense: self._block_of(dense) for dense in self._work}
 
     def _block_of(self, dense: bool) -> Block:
-        work = (self._dense if dense else self._routed).seconds
-        saved, recompute = self._saved[dense], self.layout.recompute
-        layer = 0 if dense else self.model.dense_layers
-        forward, backward = work.forward, work.input_grad
-        replay = work.replay
-        if recompute == "selective":
-            backward += replay
+        work, saved, recompute = self._work[dense].seconds, self.saved[dense], self.layout.recompute
+        forward, backward = work.forward, work.input_grad + (work.replay if recompute == "selective" else 0.0)
         if self.layout.state == "fsdp2" and self.layout.pp == 1:
-            gathers, reduces = self._fsdp(sum(self.held_parameters(layer)))
+            gathers, reduces = self._fsdp(sum(self.held_parameters(0 if dense else self.model.dense_layers)))
+            replay = work.replay * self.layout.recomputed_share if recompute == "full" else 0.0
+            beside = backward + work.weight_grad + replay
+            backward += self._beside(beside, reduces + gathers * self.layout.software.resharded) - beside
             forward = self._beside(forward, gathers)
-            again = gathers if self.layout.software.resharded else 0.0
-            part = replay * self.layout.recomputed_share if recompute == "full" else 0.0
-            rest = work.weight_grad + part
-            backward = self._beside(backward + rest, reduces + again) - rest
-        return Block(
-            forward, backward, work.weight_grad, replay if recompute in ("full", "planned") else forward,
-            saved.kept, saved.boundary,
-        )
+        replay = work.replay if recompute in ("full", "planned") else forward
+        return Block(forward, backward, work.weight_grad, replay, saved.kept, saved.boundary)
 
     def _beside(self, compute: float, communication: float) -> float:
         """Seconds of both side by side."""
@@ -199,13 +166,12 @@ class Job:
         """What is recomputed, if the layout says which."""
         if self.layout.recompute != "full":
             return {}
-        counts = [round(len(layers) * self.layout.recomputed_share) for layers in self.layers]
-        chosen = [
-            Choice(kept=tuple(range(count, len(layers))), late=tuple(range(count)))
-            for count, layers in zip(counts, self.layers)
-        ]
-        pairs = range(len(chosen)), range(self.schedule.micro_batches)
-        return {(stage, i): chosen[stage] for stage in pairs[0] for i in pairs[1]}
+        choices: dict[Visit, Choice] = {}
+        for stage, layers in enumerate(self.layers):
+            count = round(len(layers) * self.layout.recomputed_share)
+            choice = Choice(kept=tuple(range(count, len(layers))), late=tuple(range(count)))
+            choices |= {(stage, i): choice for i in range(self.schedule.micro_batches)}
+        return choices
 
     @cached_property
     def step(self) -> Step:
@@ -246,22 +212,24 @@ class Job:
         """What a step does once: gradients across data-parallel ranks that nothing hides, the optimizer."""
         layout, machine = self.layout, self.machine
         dense, routed = max(self.rank_parameters, key=sum)
-        seconds = 2e-3 + machine.stream(30 * (dense / layout.state_ranks + routed / max(
-            1, layout.state_ranks / layout.ep)))
-        ranks = layout.dp * layout.cp
+        seconds = 2e-3 + machine.stream(30 * self.shared(dense, routed))
         if layout.state == "fsdp2":
-            if layout.pp > 1:
+            if layout.pp > 1:  # gathered and reduced once a step
                 layers = max(len(layers) for layers in self.layers) * layout.chunks
-                gathers, reduces = self._fsdp(sum(self.held_parameters(0)))
-                seconds += (gathers + reduces) * layers * (1 + machine.rates.unhidden) / 2
+                seconds += sum(self._fsdp(sum(self.held_parameters(0)))) * layers * (1 + machine.rates.unhidden) / 2
             return seconds
-        shares = layout.state == "zero1"
-        kind, wire = ("all_gather", 6) if shares else ("all_reduce", 2)  # ZeRO-1 scatters float32, gathers bfloat16
-        reduced = machine.collective(kind, (dense + routed / layout.ep) * wire, ranks, layout.tp)
-        if shares and layout.software.overlaps_reduce:
-            room = 0.8 * sum(self.stages[0].parts[i].forward_seconds for i in range(len(self.stages[0].parts))) * 1.5
-            return seconds + max(machine.rates.unhidden * reduced, reduced - room)
+        kind, wire = ("all_gather", 6) if layout.state == "zero1" else ("all_reduce", 2)  # gradients are float32 there
+        ranks = layout.dp * layout.cp
+        reduced = machine.collective(kind, dense * wire, ranks, layout.tp)
+        reduced += machine.collective(kind, routed * wire, max(1, ranks // layout.ep), layout.tp * layout.ep)
+        if layout.state == "zero1" and layout.software.overlaps_reduce:
+            reduced = max(machine.rates.unhidden * reduced, reduced - 1.2 * self.stages[0].forward_seconds)
         return seconds + reduced
+
+    def shared(self, dense: float, routed: float) -> float:
+        """What a rank has of an amount that is shared as the state is; experts by the ranks that hold the same."""
+        ranks = self.layout.state_ranks
+        return dense / ranks + routed / max(1.0, ranks / self.layout.ep)
 
     @property
     def step_seconds(self) -> float:

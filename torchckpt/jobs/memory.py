@@ -59,8 +59,7 @@ def _rank(job: Job, rank: int, peak: float) -> RankMemory:
         peak = logits + 0.1 * (peak - logits)
     if layout.state == "fsdp2":
         return _fsdp(job, parameters, layers, peak, logits, working)
-    ranks = layout.state_ranks
-    shared = dense / ranks + routed / max(1.0, ranks / layout.ep)
+    shared = job.shared(dense, routed)
     gradients = shared if software.gradients_shared else parameters
     return RankMemory(
         parameters * software.parameter_bytes,
@@ -75,7 +74,7 @@ def _rank(job: Job, rank: int, peak: float) -> RankMemory:
 def _working(job: Job, layers: list[int]) -> float:
     if not layers:
         return 0.0
-    saved = max((job.saved(layer) for layer in layers), key=lambda saved: saved.whole)
+    saved = max((job.saved[job.model.is_dense(layer)] for layer in layers), key=lambda saved: saved.whole)
     recompute = job.layout.recompute
     if recompute == "full" and job.layout.recomputed_share:
         return 0.0  # a step counts the replay of a block

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NoReturn
 
-from torchckpt.errors import BudgetInfeasible, called
+from torchckpt.errors import BudgetInfeasible, called, check
 from torchckpt.jobs.job import Job
 from torchckpt.jobs.layout import Layout
 from torchckpt.jobs.memory import RankMemory, memory_of
@@ -160,7 +160,7 @@ def plan_job(job: Job, device_bytes: float | None = None) -> JobPlan:
         ArgumentError: model and layout do not divide.
         BudgetInfeasible: a rank does not fit. The error names the largest part, and the nearest layout that fits.
     """
-    job.check()
+    check(list(job.layout.faults(job.model)))
     memory = job.machine.device.memory_bytes if device_bytes is None else device_bytes
     plan = fitting(job, memory)
     if plan is None:
