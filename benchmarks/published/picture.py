@@ -8,8 +8,9 @@ from typing import Any
 __all__ = ["drawn"]
 
 _SIDE, _EDGE = 420, 60
-_COLOURS = ("#0b6e99", "#c7511f", "#3d7d3d", "#8450a6", "#9a7800", "#b0305c", "#4a5a6a", "#007f73", "#6b4a2b")
-_NAMES = {"sc": "Megatron 2021", "zb": "Zero Bubble", "vocabpp": "VocabularyParallelism", "korth": "Korthikanti 2022",
+_COLOURS = ("#0b6e99", "#c7511f", "#3d7d3d", "#8450a6", "#9a7800", "#b0305c", "#4a5a6a", "#007f73", "#6b4a2b",
+            "#d98cb3", "#1f3fbf", "#8fb339", "#111111")
+_NAMES = {"sc": "Megatron 2021", "zb": "Zero Bubble", "vocabpp": "VocabParallelism", "korth": "Korthikanti 2022",
           "foundry": "llm-foundry", "titan": "torchtitan", "fms": "fms-fsdp", "vtrain": "vTrain"}  # fmt: skip
 
 
@@ -53,6 +54,7 @@ def _panel(left: float, title: str, errors: Sequence[Any], colours: dict[str, st
         yield f'<text x="{left + at:.1f}" y="{_EDGE + _SIDE + 16}" text-anchor="middle">{value:g}</text>'
         yield f'<text x="{left - 5}" y="{_EDGE + _SIDE - at + 4:.1f}" text-anchor="end">{value:g}</text>'
     yield f'<text x="{left + _SIDE / 2}" y="{_EDGE + _SIDE + 36}" text-anchor="middle">measured</text>'
+    yield f'<text x="{left + 8}" y="{_EDGE + 18}">predicted</text>'
     for error in errors:
         x, y = left + place(error.measured), _EDGE + _SIDE - place(error.predicted)
         title = f"{error.run.id}: {error.measured:.3g} measured, {error.predicted:.3g} predicted"

@@ -52,6 +52,14 @@ def test_what_is_recomputed_stands_below(capsys):
     assert text.rstrip().endswith("kept; recomputed before the gradient arrives; inside the backward")
 
 
+def test_a_host_beside_each_device(capsys):
+    host = ("--host", "200GB", "--host-link", "50GB")
+    few = (*JOB[:-1], "32", *SPLIT, "--device-memory", "40GB")
+    answer = json.loads(printed(capsys, *few, *host, "--json"))
+    assert answer["away_share"] > 0
+    assert "away on the host" in printed(capsys, *few, *host)
+
+
 def test_the_search(capsys, tmp_path):
     small = ("plan", "--model", "llama3-8b", "--gpus", "8", "--device", "h100", "--global-batch", "16", "--search")
     picture = tmp_path / "best.svg"
@@ -81,6 +89,7 @@ def test_the_search(capsys, tmp_path):
         ((*JOB[1:], "--tp", "64", "--pp", "2"), "the GPUs are not tp x cp x pp x dp"),
         ((*JOB[1:], "--tp", "4", "--policy", "none"), "the job does not fit: rank 0 needs "),
         ((*JOB[1:-1], "136", "--pp", "8", "--schedule", "interleaved_1f1b"), "do not divide into m // ranks rounds"),
+        ((*JOB[1:], "--host", "200GB"), "a host is given without its bytes, or without those of its link"),
         ((*JOB[1:], "--policy", "some"), "invalid choice: 'some'"),
         ((), "one of the arguments --schedule --csv --model is required; works: python -m torchckpt plan --schedule"),
     ],

@@ -11,6 +11,7 @@ from torchckpt.errors import ArgumentError, BudgetInfeasible
 from torchckpt.jobs import MACHINES, MODELS, Job, Layout, plan_job
 from torchckpt.jobs.picture import drawn
 from torchckpt.jobs.plan import BUFFERS, MARGIN
+from torchckpt.planning.work.host import Host
 
 FLAGSHIP = Layout(gpus=64, tp=8, pp=4, dp=2, global_batch=256, recompute="planned")
 
@@ -34,6 +35,15 @@ def test_a_plan_recomputes_what_does_not_fit():
     assert roomy.recomputed_share == 0 < tight.recomputed_share < 1
     assert tight.peak_bytes <= 40e9 * (1 - MARGIN) < roomy.peak_bytes
     assert roomy.step_seconds < tight.step_seconds < plan_job(job(replace(FLAGSHIP, recompute="full"))).step_seconds
+
+
+def test_blocks_go_to_the_host_where_that_is_shorter():
+    layout = replace(FLAGSHIP, global_batch=64)
+    alone = plan_job(job(layout), 40e9)
+    plan = plan_job(job(layout), 40e9, Host(200e9, 50e9))
+    assert alone.away_share == plan.recomputed_share == 0 < plan.away_share < 1
+    assert plan.bound_seconds * (1 - 1e-9) <= plan.step_seconds < alone.step_seconds
+    assert " away; at most " in plan.summary
 
 
 def test_one_stage_is_planned_as_well():

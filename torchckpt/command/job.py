@@ -11,6 +11,7 @@ from torchckpt.errors import ArgumentError, BudgetInfeasible
 from torchckpt.jobs import MODELS, Job, JobPlan, Layout, Machine, machine_named, model_named, plan_job, search_layouts
 from torchckpt.jobs.layout import RECOMPUTES, SOFTWARE, STATES
 from torchckpt.jobs.picture import drawn
+from torchckpt.planning.work.host import Host
 
 __all__ = ["add_job", "job_faults", "run_job"]
 
@@ -20,7 +21,7 @@ _ALONE = (*_COUNTS, "policy", "sharding", "framework", "network", "search")
 _NOT_WITH = (
     "target", "csv", "ranks", "stages", "microbatches", "blocks", "forward", "backward", "weight_grad", "recompute",
     "saved", "boundary", "first", "last", "efficiency", "dtype", "optimizer_bytes", "kernels", "link_bandwidth",
-    "budget", "host", "host_link",
+    "budget",
 )  # fmt: skip
 _WORKS = "works: plan --model llama3-70b --gpus 64 --device h100 --tp 8 --pp 4 --dp 2 --global-batch 256"
 _HELP = {
@@ -60,23 +61,23 @@ def job_faults(options: argparse.Namespace) -> None:
         raise Unusable(f"{given[0]} is given with --model, which says what stages are and take; {_WORKS}")
 
 
-def run_job(options: argparse.Namespace) -> None:
+def run_job(options: argparse.Namespace, host: Host | None) -> None:
     missing = [name for name in ("device", "gpus", "global_batch") if getattr(options, name) is None]
     if missing:
         raise Unusable(f"--model is given without --{missing[0].replace('_', '-')}; {_WORKS}")
     try:
-        _run(options)
+        _run(options, host)
     except (ArgumentError, BudgetInfeasible) as error:
         raise Unusable(_in_options(line(error))) from error
 
 
-def _run(options: argparse.Namespace) -> None:
+def _run(options: argparse.Namespace, host: Host | None) -> None:
     model, machine, layout = model_named(options.model), _machine(options), _layout(options)
     if options.search:
-        found = search_layouts(model, machine, layout, options.device_memory, _Progress())
+        found = search_layouts(model, machine, layout, options.device_memory, host, _Progress())
         best, text, numbers = found.best[0] if found.best else None, str(found), found.as_json()
     else:
-        best = plan_job(Job(model, layout, machine), options.device_memory)
+        best = plan_job(Job(model, layout, machine), options.device_memory, host)
         text, numbers = _text(best), best.as_json()
     if options.svg is not None and best is not None:
         write(options.svg, drawn(best))
@@ -87,7 +88,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _text(plan: JobPlan) -> str:
-    stages = [] if plan.pipeline is None or not plan.recomputed_share else [plan.pipeline.by_stage()]
+    stages = [plan.pipeline.by_stage()] if plan.pipeline and (plan.recomputed_share or plan.away_share) else []
     return "\n\n".join([str(plan), *stages])
 
 

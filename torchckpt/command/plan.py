@@ -104,7 +104,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
 def run(options: argparse.Namespace) -> None:
     job_faults(options)
     if options.model is not None:
-        run_job(options)
+        run_job(options, _host(options))
         return
     if options.schedule is None and options.csv is None:
         works = "works: python -m torchckpt plan --schedule 1f1b --stages 4 --microbatches 8 --blocks 8 --budget 50%"
@@ -307,7 +307,7 @@ def _host(options: argparse.Namespace) -> Host | None:
 
 def _amount_of(text: str, options: argparse.Namespace, name: str = "budget") -> str | float:
     what = {"budget": "the budget", "host": "the memory of the host", "host-link": "the link to the host"}[name]
-    if options.target is not None:
+    if options.target is not None or options.model is not None:
         try:
             return with_unit(text)
         except Unusable as error:

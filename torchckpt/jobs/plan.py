@@ -16,6 +16,8 @@ from torchckpt.planning.draw.units import aligned, percent
 from torchckpt.planning.plan.pipeline import planned
 from torchckpt.planning.plan.problem import Problem, problem_of
 from torchckpt.planning.plan.result import PipelinePlan
+from torchckpt.planning.work.choice import Choice
+from torchckpt.planning.work.host import Host
 
 __all__ = ["BUFFERS", "MARGIN", "JobPlan", "plan_job"]
 
@@ -78,10 +80,16 @@ class JobPlan:
         return self.job.layout.recomputed_share if self.job.layout.recompute == "full" else 0.0
 
     @cached_property
+    def away_share(self) -> float:
+        """The share of the blocks, of all micro-batches, that are sent to the host."""
+        choices = {} if self.pipeline is None else self.pipeline.choices
+        blocks = sum(map(len, self.job.layers)) * self.job.schedule.micro_batches
+        return sum(len(choice.away) for choice in choices.values() if isinstance(choice, Choice)) / blocks
+
+    @cached_property
     def bound_seconds(self) -> float:
         """No plan of this schedule and layout has a shorter step, whatever it recomputes."""
-        problem = _problem(self.job, self.device_bytes) if self.pipeline is None else self.pipeline.problem
-        bound = problem.bound_seconds
+        bound = (self.pipeline or _problem(self.job, self.device_bytes)).bound_seconds
         if not math.isfinite(bound):
             return math.nan
         times = self.job.layout.micro_batches if self.job.layout.pp == 1 else 1
@@ -113,6 +121,7 @@ class JobPlan:
     def summary(self) -> str:
         """The sentence that people quote."""
         share = f", {percent(self.recomputed_share)} recomputed" if self.recomputed_share else ", nothing recomputed"
+        share += f", {percent(self.away_share)} away" if self.away_share else ""
         bound = f" (bound {self.bound_seconds:.4g} s)" if math.isfinite(self.bound_seconds) else ""
         return (
             f"step {self.step_seconds:.4g} s{bound}: {self.tokens_per_second:,.0f} tokens a second and GPU, "
@@ -136,13 +145,14 @@ class JobPlan:
             "mfu": self.mfu,
             "bubble": self.bubble,
             "recomputed_share": self.recomputed_share,
+            "away_share": self.away_share,
             "device_bytes": self.device_bytes,
             "memory": [{**rank.parts, "buffers": BUFFERS} for rank in self.memory],
         }
 
 
 @called("plan_job()")
-def plan_job(job: Job, device_bytes: float | None = None) -> JobPlan:
+def plan_job(job: Job, device_bytes: float | None = None, host: Host | None = None) -> JobPlan:
     """The plan of a job, within the memory of its devices.
 
     >>> from torchckpt.jobs import MACHINES, Layout, model_named
@@ -155,6 +165,7 @@ def plan_job(job: Job, device_bytes: float | None = None) -> JobPlan:
         job: its layout is checked. ``recompute="planned"`` keeps what fits, and recomputes the rest as the planner of
             pipelines chooses.
         device_bytes: memory of each device. Default: that of its data sheet.
+        host: the memory of each rank on its host, and its link; blocks are sent there where that is shorter.
 
     Raises:
         ArgumentError: model and layout do not divide.
@@ -162,17 +173,22 @@ def plan_job(job: Job, device_bytes: float | None = None) -> JobPlan:
     """
     check(list(job.layout.faults(job.model)))
     memory = job.machine.device.memory_bytes if device_bytes is None else device_bytes
-    plan = fitting(job, memory)
+    plan = fitting(job, memory, host)
     if plan is None:
         _refuse(job, memory)
     return plan
 
 
-def fitting(job: Job, device_bytes: float) -> JobPlan | None:
+def fitting(job: Job, device_bytes: float, host: Host | None = None) -> JobPlan | None:
     """The plan; None if it does not fit."""
-    if not fits(job, device_bytes):
+    if not _is_planned(job):
+        return JobPlan(job, device_bytes) if fits(job, device_bytes) else None
+    if min(_rooms(job, device_bytes)) <= 0:
         return None
-    return JobPlan(job, device_bytes, planned(_problem(job, device_bytes)) if _is_planned(job) else None)
+    try:
+        return JobPlan(job, device_bytes, planned(_problem(job, device_bytes, host)))
+    except BudgetInfeasible:
+        return None
 
 
 def fits(job: Job, device_bytes: float) -> bool:
@@ -202,9 +218,9 @@ def _rooms(job: Job, device_bytes: float) -> list[float]:
     return [device_bytes * (1 - MARGIN) - BUFFERS - rank.total for rank in memory_of(job, [0.0] * job.layout.pp)]
 
 
-def _problem(job: Job, device_bytes: float) -> Problem:
+def _problem(job: Job, device_bytes: float, host: Host | None = None) -> Problem:
     rooms = [max(1.0, room) for room in _rooms(job, device_bytes)]
-    return problem_of(job.schedule, job.stages, rooms, 0.0)
+    return problem_of(job.schedule, job.stages, rooms, 0.0, host)
 
 
 def _refuse(job: Job, device_bytes: float) -> NoReturn:

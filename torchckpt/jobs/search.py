@@ -18,6 +18,7 @@ from torchckpt.jobs.model import Model
 from torchckpt.jobs.plan import BUFFERS, MARGIN, JobPlan, fitting
 from torchckpt.jobs.rates import Machine
 from torchckpt.planning.draw.units import aligned, percent
+from torchckpt.planning.work.host import Host
 
 __all__ = ["Found", "search_layouts"]
 
@@ -25,7 +26,7 @@ _BEST = 20
 _MICRO_BATCHES = (1, 2, 4, 8)
 _SCHEDULES = ("1f1b", "interleaved_1f1b", "zero_bubble", "zbv")
 _CHUNKS = (2, 4)
-_COLUMNS = ",tp,cp,ep,pp,dp,micro,schedule,state,recompute,step,tokens/s/GPU,MFU,peak,bubble,recomputed,bound"
+_COLUMNS = ",tp,cp,ep,pp,dp,micro,schedule,state,recompute,step,tokens/s/GPU,MFU,peak,bubble,recomputed,away,bound"
 _PLANNED = 5
 """The best layouts that are planned block by block as well."""
 
@@ -64,7 +65,7 @@ class Found:
             str(place), *map(str, split), name if layout.pp > 1 else "-", layout.state, layout.recompute,
             f"{plan.step_seconds:.4g} s", f"{plan.tokens_per_second:.0f}", percent(plan.mfu),
             f"{plan.peak_bytes / 1e9:.1f} GB", percent(plan.bubble), percent(plan.recomputed_share),
-            f"{plan.bound_seconds:.4g} s",
+            percent(plan.away_share), f"{plan.bound_seconds:.4g} s",
         )  # fmt: skip
 
     def as_json(self) -> dict[str, object]:
@@ -85,6 +86,7 @@ def search_layouts(
     machine: Machine,
     base: Layout,
     device_bytes: float | None = None,
+    host: Host | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Found:
     """The best layouts of ``model`` on ``base.gpus`` devices, with the batch and sequence of ``base``.
@@ -94,6 +96,7 @@ def search_layouts(
     (``KeyboardInterrupt``) ends the search with what it has.
 
     Args:
+        host: as of :func:`~torchckpt.jobs.plan.plan_job`.
         progress: is called with the layouts that are done, and all.
 
     Raises:
@@ -104,6 +107,7 @@ def search_layouts(
     try:
         waiting = _bounded(model, machine, base, memory, found)
         _simulate(waiting, memory, found, progress or (lambda done, of: None))
+        _plan_best(memory, host, found)
         found.is_whole = True
     except KeyboardInterrupt:
         pass
@@ -165,10 +169,13 @@ def _simulate(
             found.reasons["the activations do not fit"] += 1
         else:
             _keep(plan, found)
+
+
+def _plan_best(memory: float, host: Host | None, found: Found) -> None:
     for plan in found.best[:_PLANNED]:
         if plan.job.layout.recompute == "full":
             job = replace(plan.job, layout=replace(plan.job.layout, recompute="planned"))
-            if (better := fitting(job, memory)) is not None:
+            if (better := fitting(job, memory, host)) is not None:
                 _keep(better, found)
 
 
