@@ -2,8 +2,9 @@
 
     python examples/plan_job.py
 
-FlagPerf publishes this layout with Megatron on 8 x 8 H100: 851 tokens a second and GPU, with 55 GiB in use. torchtitan publishes this
-model on 256 GPUs alone, and nobody on 64 A100 (docs/accuracy.md has all rows). Nothing runs here, and torch is not imported.
+FlagPerf publishes this layout with Megatron on 8 x 8 H100: 851 tokens a second and GPU, with 55 GiB in use. Of
+torchtitan docs/accuracy.md has this model on 256 GPUs, and of 64 A100 no row. Nothing runs here, and torch is not
+imported.
 """
 from __future__ import annotations
 
