@@ -41,7 +41,8 @@ def ranks_without_processes(rank: int, world: int) -> Iterator[None]:
         # Caches of torch/distributed/tensor/_sharding_prop.py and _redistribute.py hold meshes, and with them the names
         # of groups that are gone; a later mesh finds them. torch.distributed.tensor.debug, which clears two of them,
         # imports NumPy.
-        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]
+        propagator: Any = DTensor._op_dispatcher.sharding_propagator
+        propagator.propagate_op_sharding.cache_clear()
         torch._C._clear_DTensor_sharding_propagator_cache()
         _redistribute._gen_transform_infos.cache_clear()
 
