@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MethodType
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -63,13 +62,15 @@ def counted_chain(build: Build, how: Counting) -> list[Counted]:
     Raises:
         ArgumentError: ``build`` raises or returns something else, or a stage does not run.
     """
-    with _environment(how), _stand_ins(_checked(build, how.mesh is not None)) as chain:
-        with suppress(RegionSeen):
-            return _counts(chain, how, repeated_children(chain.stages))
-        for module in (module for stage in chain.stages for module in stage.modules()):
-            if isinstance(reshard := getattr(module, "reshard", None), MethodType):
-                reshard()  # FSDP2 has gathered what the interrupted forward needed
-        return _counts(chain, how, None)
+    with _environment(how):
+        with _stand_ins(_checked(build, how.mesh is not None)) as chain:
+            with suppress(RegionSeen):
+                return _counts(chain, how, repeated_children(chain.stages))
+            if how.mesh is None:
+                return _counts(chain, how, None)
+        # The forward that was interrupted leaves FSDP2 in the middle of a step, so the stages are made anew.
+        with _stand_ins(_checked(build, how.mesh is not None)) as chain:
+            return _counts(chain, how, None)
 
 
 def _counts(chain: _Chain, how: Counting, children: Sequence[nn.Module] | None) -> list[Counted]:

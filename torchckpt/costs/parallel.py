@@ -47,7 +47,7 @@ class ParallelLedger(Ledger):  # type: ignore[no-untyped-call]  # untyped in tor
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented
-        kwargs, is_operator = kwargs or {}, isinstance(operator, torch._ops.OpOverload)
+        kwargs, is_operator = kwargs or {}, hasattr(operator, "overloadpacket")
         kind = collective_kind(operator) if is_operator else None
         if kind is not None:
             return self._communicate(kind, operator, args, kwargs)

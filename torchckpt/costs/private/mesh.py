@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor, _collective_utils, _redistribute, placement_types
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -40,8 +39,11 @@ def ranks_without_processes(rank: int, world: int) -> Iterator[None]:
         dist.destroy_process_group()
         sys.excepthook = hook  # init_process_group() of torch/distributed/distributed_c10d.py wraps it each time
         # Caches of torch/distributed/tensor/_sharding_prop.py and _redistribute.py hold meshes, and with them the names
-        # of groups that are gone; a later mesh finds them.
-        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # untyped in torch
+        # of groups that are gone; a later mesh finds them. torch.distributed.tensor.debug, which clears two of them,
+        # imports NumPy.
+        propagator: Any = DTensor._op_dispatcher.sharding_propagator
+        propagator.propagate_op_sharding.cache_clear()
+        torch._C._clear_DTensor_sharding_propagator_cache()
         _redistribute._gen_transform_infos.cache_clear()
 
 
