@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from torchckpt.jobs import MACHINES, Job, JobPlan, Layout, model_named, plan_job, search_layouts  # noqa: E402
+from torchckpt.jobs import MACHINES, Job, JobPlan, Layout, model_named, plan_job, search_layouts
 
 PUBLISHED = 851.0
 """Tokens a second and GPU: FlagOpen/FlagPerf, training/nvidia/llama3_70B-megatron/README.md."""

@@ -50,9 +50,9 @@ def _panel(left: float, title: str, errors: Sequence[Any], colours: dict[str, st
         dash = "" if share == 1 else ' stroke-dasharray="4 4"'
         yield f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="#bbb"{dash}/>'
     for value in _ticks(low, high):
-        at = place(value)
-        yield f'<text x="{left + at:.1f}" y="{_EDGE + _SIDE + 16}" text-anchor="middle">{value:g}</text>'
-        yield f'<text x="{left - 5}" y="{_EDGE + _SIDE - at + 4:.1f}" text-anchor="end">{value:g}</text>'
+        spot = place(value)
+        yield f'<text x="{left + spot:.1f}" y="{_EDGE + _SIDE + 16}" text-anchor="middle">{value:g}</text>'
+        yield f'<text x="{left - 5}" y="{_EDGE + _SIDE - spot + 4:.1f}" text-anchor="end">{value:g}</text>'
     yield f'<text x="{left + _SIDE / 2}" y="{_EDGE + _SIDE + 36}" text-anchor="middle">measured</text>'
     yield f'<text x="{left + 8}" y="{_EDGE + 18}">predicted</text>'
     for error in errors:

@@ -70,7 +70,7 @@ class Run:
     @property
     def source_name(self) -> str:
         """The letters that its series begins with."""
-        letters = (at for at, letter in enumerate(self.series) if not letter.isalpha())
+        letters = (place for place, letter in enumerate(self.series) if not letter.isalpha())
         return str(self.series[: next(letters, len(self.series))])
 
     @property

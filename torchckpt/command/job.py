@@ -21,7 +21,7 @@ _ALONE = (*_COUNTS, "policy", "sharding", "framework", "network", "search")
 _NOT_WITH = (
     "target", "csv", "ranks", "stages", "microbatches", "blocks", "forward", "backward", "weight_grad", "recompute",
     "saved", "boundary", "first", "last", "efficiency", "dtype", "optimizer_bytes", "kernels", "link_bandwidth",
-    "budget",
+    "budget", "mesh",
 )  # fmt: skip
 _WORKS = "works: plan --model llama3-70b --gpus 64 --device h100 --tp 8 --pp 4 --dp 2 --global-batch 256"
 _HELP = {
@@ -53,12 +53,12 @@ def add_job(parser: argparse.ArgumentParser) -> None:
 def job_faults(options: argparse.Namespace) -> None:
     """Raise Unusable for options that do not go together."""
     names = _ALONE if options.model is None else _NOT_WITH
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
-    given = ["MODULE:FUNCTION" if name == "--target" else name for name in given]
-    if given and options.model is None:
-        raise Unusable(f"{given[0]} is given without --model; {_WORKS}")
-    if given:
-        raise Unusable(f"{given[0]} is given with --model, which says what stages are and take; {_WORKS}")
+    named = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
+    named = ["MODULE:FUNCTION" if name == "--target" else name for name in named]
+    if named and options.model is None:
+        raise Unusable(f"{named[0]} is given without --model; {_WORKS}")
+    if named:
+        raise Unusable(f"{named[0]} is given with --model, which says what stages are and take; {_WORKS}")
 
 
 def run_job(options: argparse.Namespace, host: Host | None) -> None:
@@ -74,8 +74,8 @@ def run_job(options: argparse.Namespace, host: Host | None) -> None:
 def _run(options: argparse.Namespace, host: Host | None) -> None:
     model, machine, layout = model_named(options.model), _machine(options), _layout(options)
     if options.search:
-        found = search_layouts(model, machine, layout, options.device_memory, host, _Progress())
-        best, text, numbers = found.best[0] if found.best else None, str(found), found.as_json()
+        result = search_layouts(model, machine, layout, options.device_memory, host, _Progress())
+        best, text, numbers = result.best[0] if result.best else None, str(result), result.as_json()
     else:
         best = plan_job(Job(model, layout, machine), options.device_memory, host)
         text, numbers = _text(best), best.as_json()
@@ -103,19 +103,19 @@ def _machine(options: argparse.Namespace) -> Machine:
 
 
 def _layout(options: argparse.Namespace) -> Layout:
-    given = {name: getattr(options, name) for name in _COUNTS if name != "node" and getattr(options, name) is not None}
-    split = [given.get(name, 1) for name in ("tp", "cp", "pp")]
+    named = {name: getattr(options, name) for name in _COUNTS if name != "node" and getattr(options, name) is not None}
+    split = [named.get(name, 1) for name in ("tp", "cp", "pp")]
     ranks = split[0] * split[1] * split[2]
-    given.setdefault("dp", max(1, options.gpus // ranks))
+    named.setdefault("dp", max(1, options.gpus // ranks))
     state = options.sharding or "zero1"
     schedule = options.schedule or "1f1b"
     if schedule == "all":
         raise Unusable("--schedule all is given with --model; works: --search, or --schedule 1f1b")
     if schedule in ("interleaved_1f1b", "looped_bfs"):
-        given.setdefault("chunks", 2)
+        named.setdefault("chunks", 2)
     framework = options.framework or ("torchtitan" if state == "fsdp2" else "megatron")
     recompute = options.policy or "planned"
-    return Layout(**given, schedule=schedule, recompute=recompute, state=state, software=SOFTWARE[framework])
+    return Layout(**named, schedule=schedule, recompute=recompute, state=state, software=SOFTWARE[framework])
 
 
 def _in_options(text: str) -> str:

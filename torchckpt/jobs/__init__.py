@@ -21,9 +21,9 @@ from torchckpt.jobs.model import Model
 from torchckpt.jobs.plan import JobPlan, plan_job
 from torchckpt.jobs.presets import MODELS, model_named
 from torchckpt.jobs.rates import MACHINES, Machine, Rates, machine_named
-from torchckpt.jobs.search import Found, search_layouts
+from torchckpt.jobs.search import SearchResult, search_layouts
 
 __all__ = [
-    "MACHINES", "MODELS", "Found", "Job", "JobPlan", "Layout", "Machine", "Model", "RankMemory", "Rates", "Software",
-    "machine_named", "memory_of", "model_named", "plan_job", "search_layouts",
+    "MACHINES", "MODELS", "Job", "JobPlan", "Layout", "Machine", "Model", "RankMemory", "Rates", "SearchResult",
+    "Software", "machine_named", "memory_of", "model_named", "plan_job", "search_layouts",
 ]

@@ -50,9 +50,9 @@ class LayerWork:
         if self.dense:
             width = model.ffn / tp
             return (*attention, Product(tokens, ways * width, hidden), Product(tokens, hidden, width))
-        held, width = max(1.0, model.experts / self.layout.ep), model.expert_ffn / tp
-        routed = max(1.0, tokens * model.active / held)
-        experts = Product(routed, ways * width, hidden, held), Product(routed, hidden, width, held)
+        local, width = max(1.0, model.experts / self.layout.ep), model.expert_ffn / tp
+        routed = max(1.0, tokens * model.active / local)
+        experts = Product(routed, ways * width, hidden, local), Product(routed, hidden, width, local)
         shared = model.shared * model.expert_ffn / tp
         more = (Product(tokens, ways * shared, hidden), Product(tokens, hidden, shared)) if shared else ()
         return (*attention, *experts, *more, Product(tokens, model.experts, hidden))
@@ -144,9 +144,9 @@ class LayerWork:
         forward = sum(map(machine.product, self.products))
         input_grad = sum(machine.product(product.input_grad) for product in self.products)
         weight_grad = sum(machine.product(product.weight_grad) for product in self.products)
-        there, back = self.attention
-        whole = _beside_host(forward + there + self.elementwise + self.collectives, self.host)
-        backward = input_grad + back + 2 * self.elementwise + self.collectives + weight_grad
+        attended, attended_back = self.attention
+        whole = _beside_host(forward + attended + self.elementwise + self.collectives, self.host)
+        backward = input_grad + attended_back + 2 * self.elementwise + self.collectives + weight_grad
         return Seconds(
             whole,
             _beside_host(backward, 1.5 * self.host) - weight_grad,
@@ -156,7 +156,7 @@ class LayerWork:
         )
 
     def _replay(self, forward: float) -> float:
-        layout, there = self.layout, self.attention[0]
+        layout = self.layout
         if layout.recompute in ("full", "planned"):
             last = self.machine.product(self.products[3]) if layout.software.stops_early else 0.0
             return forward - last
@@ -165,7 +165,7 @@ class LayerWork:
         modules, products = layout.software.selective, self.products
         if "products" in modules:
             return 0.45 * sum(map(self.machine.product, products)) + 0.9 * self.elementwise
-        seconds = there if "core_attn" in modules else 0.0
+        seconds = self.attention[0] if "core_attn" in modules else 0.0
         if "mlp" in modules:
             seconds += sum(map(self.machine.product, products[2:4])) + self.machine.stream(
                 6 * layout.tokens * self.width / layout.tp

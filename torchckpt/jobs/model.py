@@ -90,8 +90,8 @@ class Model:
         """Of a layer that holds so many of its routed experts. Default: all."""
         if self.is_dense(layer):
             return self.attention_parameters + self.mlp_parameters(self.ffn)
-        held = self.experts if experts is None else experts
-        return self.attention_parameters + self.router_parameters + (held + self.shared) * self.mlp_parameters(
+        count = self.experts if experts is None else experts
+        return self.attention_parameters + self.router_parameters + (count + self.shared) * self.mlp_parameters(
             self.expert_ffn
         )
 

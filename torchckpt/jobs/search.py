@@ -20,7 +20,7 @@ from torchckpt.jobs.rates import Machine
 from torchckpt.planning.draw.units import aligned, percent
 from torchckpt.planning.work.host import Host
 
-__all__ = ["Found", "search_layouts"]
+__all__ = ["SearchResult", "search_layouts"]
 
 _BEST = 20
 _MICRO_BATCHES = (1, 2, 4, 8)
@@ -32,7 +32,7 @@ _PLANNED = 5
 
 
 @dataclass
-class Found:
+class SearchResult:
     """What a search has found so far."""
 
     best: list[JobPlan] = field(default_factory=list)
@@ -88,7 +88,7 @@ def search_layouts(
     device_bytes: float | None = None,
     host: Host | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> Found:
+) -> SearchResult:
     """The best layouts of ``model`` on ``base.gpus`` devices, with the batch and sequence of ``base``.
 
     Tried are tp x cp x ep x pp x dp, micro-batches of 1 to 8, four schedules, ZeRO-1 and FSDP2, and what is recomputed:
@@ -103,40 +103,40 @@ def search_layouts(
         ArgumentError: no layout divides, or none fits. The error counts the reasons.
     """
     memory = machine.device.memory_bytes if device_bytes is None else device_bytes
-    found = Found()
+    result = SearchResult()
     try:
-        waiting = _bounded(model, machine, base, memory, found)
-        _simulate(waiting, memory, found, progress or (lambda done, of: None))
-        _plan_best(memory, host, found)
-        found.is_whole = True
+        waiting = _bounded(model, machine, base, memory, result)
+        _simulate(waiting, memory, result, progress or (lambda done, of: None))
+        _plan_best(memory, host, result)
+        result.is_whole = True
     except KeyboardInterrupt:
         pass
-    if not found.best and found.is_whole:
-        reasons = ", ".join(f"{reason} {count}" for reason, count in found.reasons.most_common())
+    if not result.best and result.is_whole:
+        reasons = ", ".join(f"{reason} {count}" for reason, count in result.reasons.most_common())
         raise ArgumentError(
             f"no layout fits\n  received: {model.name} on {base.gpus} {machine.device.name}: {reasons}\n"
             f"  works:    gpus={2 * base.gpus}"
         )
-    return found
+    return result
 
 
 def _bounded(
-    model: Model, machine: Machine, base: Layout, memory: float, found: Found
+    model: Model, machine: Machine, base: Layout, memory: float, result: SearchResult
 ) -> list[tuple[float, int, Job]]:
     """The layouts that divide and whose state fits, each with the least seconds of its step; a heap."""
     waiting: list[tuple[float, int, Job]] = []
     for layout in _layouts(model, base, machine.network.node_devices):
-        found.layouts += 1
+        result.layouts += 1
         faults = list(layout.faults(model))
         if faults:
-            found.reasons[faults[0].wrong] += 1
+            result.reasons[faults[0].wrong] += 1
             continue
         job = Job(model, layout, machine)
         ranks = memory_of(job, [0.0] * layout.pp)
         if max(rank.total for rank in ranks) + BUFFERS > memory * (1 - MARGIN):
-            found.reasons["the state does not fit"] += 1
+            result.reasons["the state does not fit"] += 1
             continue
-        heapq.heappush(waiting, (_least_seconds(job), found.layouts, job))
+        heapq.heappush(waiting, (_least_seconds(job), result.layouts, job))
     return waiting
 
 
@@ -150,39 +150,39 @@ def _least_seconds(job: Job) -> float:
 
 
 def _simulate(
-    waiting: list[tuple[float, int, Job]], memory: float, found: Found, progress: Callable[[int, int], None]
+    waiting: list[tuple[float, int, Job]], memory: float, result: SearchResult, progress: Callable[[int, int], None]
 ) -> None:
     count = len(waiting)
     while waiting:
         least, _, job = heapq.heappop(waiting)
-        if len(found.best) == _BEST and least > found.best[-1].step_seconds:
-            found.pruned = len(waiting) + 1
+        if len(result.best) == _BEST and least > result.best[-1].step_seconds:
+            result.pruned = len(waiting) + 1
             break
         progress(count - len(waiting), count)
-        found.simulated += 1
+        result.simulated += 1
         try:
             plan = fitting(job, memory)
         except ArgumentError:
-            found.reasons["the micro-batches do not suit the schedule"] += 1
+            result.reasons["the micro-batches do not suit the schedule"] += 1
             continue
         if plan is None:
-            found.reasons["the activations do not fit"] += 1
+            result.reasons["the activations do not fit"] += 1
         else:
-            _keep(plan, found)
+            _keep(plan, result)
 
 
-def _plan_best(memory: float, host: Host | None, found: Found) -> None:
-    for plan in found.best[:_PLANNED]:
+def _plan_best(memory: float, host: Host | None, result: SearchResult) -> None:
+    for plan in result.best[:_PLANNED]:
         if plan.job.layout.recompute == "full":
             job = replace(plan.job, layout=replace(plan.job.layout, recompute="planned"))
             if (better := fitting(job, memory, host)) is not None:
-                _keep(better, found)
+                _keep(better, result)
 
 
-def _keep(plan: JobPlan, found: Found) -> None:
-    found.best.append(plan)
-    found.best.sort(key=lambda plan: plan.step_seconds)
-    del found.best[_BEST:]
+def _keep(plan: JobPlan, result: SearchResult) -> None:
+    result.best.append(plan)
+    result.best.sort(key=lambda plan: plan.step_seconds)
+    del result.best[_BEST:]
 
 
 def _layouts(model: Model, base: Layout, node: int) -> Iterator[Layout]:
