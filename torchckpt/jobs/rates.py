@@ -27,13 +27,15 @@ class Rates:
     memory: float = 0.742
     """Memory-bound kernels, of the memory's bandwidth."""
     kernel_seconds: float = 3e-6
-    """What a kernel loses on the device at its start and end."""
+    """What a kernel loses on the device at its start and end. Not fitted."""
     host_seconds: float = 29.8e-6
     """What the host needs for one kernel of eager mode."""
     unhidden: float = 0.293
     """The share of an overlapped collective that is paid all the same: it takes multiprocessors and bandwidth."""
 
 
+# FlashAttention 1 to 3 (Dao et al. 2022 and 2023, Shah et al. 2024: arXiv:2205.14135, 2307.08691, 2407.08608), figures
+# of speed with a head of 128 and a causal mask, over the data sheet's peak; flash1 as the series of llm-foundry has it.
 _AMPERE = {"flash1": (0.40, 0.32), "flash2": (0.65, 0.53), "fused": (0.65, 0.53)}
 _HOPPER = {"flash1": (0.22, 0.165), "flash2": (0.36, 0.30), "fused": (0.62, 0.50)}
 _HALF_LENGTH = 512
@@ -46,6 +48,8 @@ RATES = {
     "b200": Rates(0.602, _HOPPER, 148),
     "mi300x": Rates(0.4, _HOPPER, 304),
 }
+"""By name of a device. The shares of products, memory, host and overlap are those of ``benchmarks/published/fit.py``, one
+fit on all series of docs/accuracy.md; those of a B200 and an MI300X are taken over, without rows that tell."""
 
 
 class Product(NamedTuple):
