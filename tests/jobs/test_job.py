@@ -103,3 +103,13 @@ def test_messages_between_nodes_take_longer():
     edge = job(pp=16, gpus=16, model=replace(SMALL, layers=16), global_batch=64)
     messages = [stage.before.forward_seconds for stage in edge.stages[1:15]]
     assert messages.index(max(messages)) == 6  # stage 7 sends to the second node
+
+
+def test_what_a_backward_needs_beside_what_is_saved():
+    """Gradients of activations, 0.3 of a layer; what selective recomputation makes again; of the logits what is more."""
+    first, *_, last = memory_of(job())
+    assert first.working == 0.3 * job().saved[True].whole
+    assert last.working == 0
+    unfused = job(recompute="selective", software=Software(attention="unfused"))
+    saved = unfused.saved[True]
+    assert memory_of(unfused)[0].working == saved.whole - saved.kept > 0

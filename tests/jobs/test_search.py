@@ -37,7 +37,7 @@ def test_every_layout_is_accounted_for(found):
 
 
 def test_no_layout_that_was_pruned_is_better(found):
-    """The best step of all layouts, each simulated."""
+    """The twenty best steps of all layouts, each simulated."""
     best = []
     for layout in module._layouts(MODEL, BASE, 8):
         if not list(layout.faults(MODEL)):
@@ -46,7 +46,8 @@ def test_no_layout_that_was_pruned_is_better(found):
                 best.append((plan.step_seconds, plan.peak_bytes < 76e9))
             except ArgumentError:
                 continue
-    assert min(step for step, fits in best if fits) == found.best[0].step_seconds
+    steps = sorted(step for step, fits in best if fits)
+    assert steps[:20] == [plan.step_seconds for plan in found.best]
 
 
 def test_experts_are_spread():

@@ -99,8 +99,8 @@ class Job:
         )
 
     def _sent(self, boundary: int) -> float:
-        """Seconds of a message between a stage and the next, for which its ranks wait; 0 where there is none. Stages are
-        the outermost dimension, so that neighbours are in two nodes where a stage fills one."""
+        """Seconds of a message between a stage and the next, for which its ranks wait; 0 where there is none. Stages
+        are the outermost dimension, so that neighbours are in two nodes where a stage fills one."""
         layout = self.layout
         if not 0 <= boundary < len(self.layers) - 1:
             return 0.0
