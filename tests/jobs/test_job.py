@@ -106,7 +106,7 @@ def test_messages_between_nodes_take_longer():
 
 
 def test_what_a_backward_needs_beside_what_is_saved():
-    """Gradients of activations, 0.3 of a layer; what selective recomputation makes again; of the logits what is more."""
+    """Gradients of activations, 0.3 of a layer, or what selective recomputation makes again; less the logits."""
     first, *_, last = memory_of(job())
     assert first.working == 0.3 * job().saved[True].whole
     assert last.working == 0
