@@ -82,13 +82,23 @@ PROGRAMS = [
 ]
 
 
+ENDING = """
+import os, sys, torch
+
+torch.distributed.destroy_process_group()
+sys.stdout.flush()
+os._exit(0)
+"""
+"""Threads of gloo outlive the group. One that lets go of a tensor while the interpreter ends aborts the process."""
+
+
 def pasted(program: Sequence[Block], folder: Path) -> Path:
     """A file with ``program``, each block at its line of the page."""
     text = ""
     for block in program:
         text += "\n" * (block.line - 1 - text.count("\n")) + block.code
-    if "init_process_group" in text:  # else torch's threads may still run when the process ends, which aborts it
-        text += "\nimport torch\n\ntorch.distributed.destroy_process_group()\n"
+    if "init_process_group" in text:
+        text += ENDING
     path = folder / "pasted.py"
     path.write_text(text)
     return path
