@@ -69,7 +69,9 @@ class Stage(nn.Module):
         x = x if self.embedding is None else self.embedding(x)
         for block in self.blocks:
             x = checkpoint(block, x)
-        return x if self.norm is None or self.head is None else self.head(self.norm(x))
+        if self.norm is None or self.head is None:
+            return x
+        return F.log_softmax(self.head(self.norm(x)).float(), -1)
 
 
 def parallelize(stage: Stage, mesh: DeviceMesh) -> Stage:
@@ -85,8 +87,8 @@ def made(size: Size, mesh: DeviceMesh) -> tuple[list[Stage], Tensor, Callable[[T
     """The stages, a micro-batch of one rank of ``dp``, and the loss function of the last stage's output."""
     tokens = torch.randint(size.vocabulary, (size.rows, size.tokens))
 
-    def loss(logits: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+    def loss(scores: Tensor) -> Tensor:
+        return F.nll_loss(scores.flatten(0, 1), tokens.flatten())
 
     return [parallelize(Stage(size, place), mesh) for place in range(size.stages)], tokens, loss
 

@@ -100,6 +100,16 @@ def test_a_csv_says_the_schedule(capsys, tmp_path):
     assert "order: 4 stages on 4 ranks, 1 micro-batches" in text
 
 
+def test_a_mesh_has_a_share_of_each_stage(capsys):
+    text = printed(capsys, "plan", "examples.plan_parallel:tiny", "--mesh", "dp=2,tp=2", *TINY[2:], "--budget", "100%")
+    assert "static: weights, their gradients, Adam's state, what is gathered at once" in text
+    assert "1f1b: 2 stages on 2 ranks, 4 micro-batches" in text
+    assert [line.split() for line in text.splitlines() if line.startswith("replay")] == [
+        ["replay", "all_gather", "tp", "(2)", "0.01638", "MB", "2"],
+        ["replay", "reduce_scatter", "tp", "(2)", "0.01638", "MB", "1"],
+    ]
+
+
 WORDS = "examples.plan_llama:tiny"
 H100 = ("--device", "h100")
 HALF = (*H100, "--budget", "50%")

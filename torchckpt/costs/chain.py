@@ -129,8 +129,7 @@ def _checked(build: Build, is_sharded: bool) -> _Chain:
 
 
 def _refuse_sharded(stages: Sequence[nn.Module], inputs: tuple[Any, ...], in_mesh: bool) -> None:
-    """Refuse shares of larger tensors that would be counted wrong: all, where this process is no rank of a mesh; in one
-    those that have memory, and those of FSDP1, which hide what they gather."""
+    """Refuse shares that would be counted wrong: outside of a mesh all, in one those with memory and those of FSDP1."""
     values = [(f"stage {index}: {name or 'it'}", value) for index, stage in enumerate(stages)
               for name, value in (*stage.named_modules(), *stage.named_parameters(), *stage.named_buffers())]
     for place, value in [*values, *(("an input of the first stage", tensor) for tensor in tensors_in(inputs))]:

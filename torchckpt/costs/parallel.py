@@ -6,25 +6,24 @@ that operators come with the shapes of this rank.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchckpt.costs.collective import Collective
+from torchckpt.costs.mesh import Layout
 from torchckpt.costs.operation import BEFORE, BOTH_GRADS, FORWARD, REPLAY, Ledger, SecondsOf, storages_in
 from torchckpt.costs.private.mesh import bytes_alive, collective_kind, group_of, is_partial
+from torchckpt.errors import Fault, raise_fault
+from torchckpt.planning.device import Device
 from torchckpt.tensors import tensors_in
 
-__all__ = ["Communicated", "ParallelLedger"]
+__all__ = ["ParallelLedger"]
 
-Communicated: TypeAlias = Callable[[str, int, tuple[int, ...]], tuple[str, float]]
-"""The dimension and the seconds of a collective, from its kind, its bytes and the ranks of its group."""
-
-STEP = "step"
-_NAMES = {FORWARD: "forward", BOTH_GRADS: "backward", REPLAY: "replay", STEP: "step"}
+_NAMES = {FORWARD: "forward", BOTH_GRADS: "backward", REPLAY: "replay", "step": "step"}
 
 
 class ParallelLedger(Ledger):  # type: ignore[no-untyped-call]  # untyped in torch
@@ -35,9 +34,9 @@ class ParallelLedger(Ledger):  # type: ignore[no-untyped-call]  # untyped in tor
     collective is waited for.
     """
 
-    def __init__(self, seconds_of: SecondsOf, communicated: Communicated) -> None:
+    def __init__(self, seconds_of: SecondsOf, layout: Layout, device: Device) -> None:
         super().__init__(seconds_of)
-        self._communicated = communicated
+        self._layout, self._device = layout, device
         self._waited: defaultdict[tuple[str, int], Counter[Collective]] = defaultdict(Counter)
         self._beside: defaultdict[tuple[str, int], Counter[Collective]] = defaultdict(Counter)
         self._buffers: set[StorageWeakRef] = set()  # what FSDP2 wrote
@@ -47,12 +46,11 @@ class ParallelLedger(Ledger):  # type: ignore[no-untyped-call]  # untyped in tor
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented
-        kwargs, is_operator = kwargs or {}, hasattr(operator, "overloadpacket")
-        kind = collective_kind(operator) if is_operator else None
+        kwargs, kind = kwargs or {}, collective_kind(operator)
         if kind is not None:
             return self._communicate(kind, operator, args, kwargs)
         is_join = operator is torch.ops.aten.cat.out and not self.gathered.isdisjoint(storages_in(args))
-        if is_operator and (operator.namespace == "fsdp" or is_join):  # shares of a later dimension are joined
+        if operator.namespace == "fsdp" or is_join:  # shares of a later dimension are joined
             return self._copy(operator, types, args, kwargs)
         return super().__torch_dispatch__(operator, types, args, kwargs)
 
@@ -70,13 +68,10 @@ class ParallelLedger(Ledger):  # type: ignore[no-untyped-call]  # untyped in tor
 
     def step(self, parameters: Iterable[nn.Parameter]) -> None:
         """Run an optimizer where gradients are still partial sums: it communicates, once for all micro-batches."""
-        parts: defaultdict[int, list[nn.Parameter]] = defaultdict(list)
-        for parameter in parameters:
-            if is_partial(parameter.grad):
-                parts[next((self.users.get(key, BEFORE) for key in storages_in(parameter)), BEFORE)].append(parameter)
-        for part, listed in parts.items():
-            self.phase, self.part = STEP, part
-            torch.optim.AdamW(listed).step()
+        self.phase = "step"
+        for parameter in filter(lambda parameter: is_partial(parameter.grad), parameters):
+            self.part = next((self.users.get(key, BEFORE) for key in storages_in(parameter)), BEFORE)
+            torch.optim.AdamW([parameter]).step()
         self.phase = None
 
     def _communicate(self, kind: str, operator: Any, args: Any, kwargs: Any) -> Any:
@@ -86,8 +81,8 @@ class ParallelLedger(Ledger):  # type: ignore[no-untyped-call]  # untyped in tor
         ranks = group_of(operator, args, kwargs)
         sides = [tensors_in(side) for side in (*args, *kwargs.values(), outputs)]
         size = max(sum(tensor.numel() * tensor.element_size() for tensor in side) for side in sides)
-        dimension, seconds = self._communicated(kind, size, ranks)
-        collective, storages = Collective(kind, size, len(ranks), dimension, ""), set(storages_in(sides))
+        collective = Collective(kind, size, len(ranks), self._layout.dimension_of(ranks), "")
+        seconds, storages = self._seconds(collective, ranks), set(storages_in(sides))
         if self._buffers.isdisjoint(storages):
             self._waited[self.phase, self.part][collective] += 1
             self.seconds[self.phase, self.part] += seconds
@@ -97,6 +92,16 @@ class ParallelLedger(Ledger):  # type: ignore[no-untyped-call]  # untyped in tor
             self._buffers |= storages
             self._note(self.phase, collective, seconds)
         return outputs
+
+    def _seconds(self, collective: Collective, ranks: tuple[int, ...]) -> float:
+        network = self._device.network
+        if network is None:
+            rule = "the stages communicate, and the device has no network"
+            works = 'dataclasses.replace(device, network=device_named("h100").network), or another'
+            raise_fault(Fault(rule, f"{collective.kind} over {collective.dimension!r} on {self._device.name}", works))
+        node = self._layout.rank // network.node_devices
+        on_node = sum(rank // network.node_devices == node for rank in ranks)
+        return network.seconds(collective.kind, collective.bytes, len(ranks), on_node)
 
     def _note(self, phase: str, collective: Collective, seconds: float) -> None:
         self._beside[phase, self.part][collective] += 1

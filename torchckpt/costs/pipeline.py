@@ -156,17 +156,8 @@ def _in_mesh(how: Counting, layout: Layout, device: Device, seconds_of: SecondsO
     from torchckpt.costs.parallel import ParallelLedger
     from torchckpt.costs.private.mesh import without_values
 
-    def communicated(kind: str, size: int, ranks: tuple[int, ...]) -> tuple[str, float]:
-        dimension, network = layout.dimension_of(ranks), device.network
-        if network is None:
-            rule = "the stages communicate, and the device has no network"
-            works = 'dataclasses.replace(device, network=device_named("h100").network), or another'
-            raise_fault(Fault(rule, f"{kind} over {dimension!r} on {device.name}", works))
-        on_node = sum(rank // network.node_devices == layout.rank // network.node_devices for rank in ranks)
-        return dimension, network.seconds(kind, size, len(ranks), on_node)
-
     node_devices = 1 if device.network is None else device.network.node_devices
-    ledger = partial(ParallelLedger, seconds_of, communicated)
+    ledger = partial(ParallelLedger, seconds_of, layout, device)
     return replace(how, ledger=ledger, mesh=partial(without_values, node_devices))
 
 

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -55,15 +55,13 @@ class Repeats:
 def _like(outputs: Any, inputs: list[Tensor]) -> Any:
     """New tensors in the places of ``outputs``, which depend on ``inputs``."""
     graded = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
-    start = torch.empty((), requires_grad=True)
+    start = torch.empty((), requires_grad=True)  # so that what is returned needs a gradient, whatever the inputs need
     new = iter(_Like.apply(graded, start, *inputs) if graded else ())  # type: ignore[no-untyped-call]  # in torch
 
-    def like(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return next(new) if value.requires_grad else torch.empty_like(value)
+    def like(tensor: Tensor) -> Any:
+        return next(new) if tensor.requires_grad else torch.empty_like(tensor)
 
-    return pytree.tree_map(like, outputs)
+    return pytree.tree_map_only(Tensor, like, outputs)
 
 
 class _Like(torch.autograd.Function):
@@ -74,37 +72,31 @@ class _Like(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
-        gradients = (torch.empty_like(tensor) if tensor.requires_grad else None for tensor in ctx.inputs)
-        return None, None, *gradients
+        return None, None, *(torch.empty_like(tensor) if tensor.requires_grad else None for tensor in ctx.inputs)
 
 
 def _kind_of(module: nn.Module) -> Hashable:
-    return tuple(
-        (name, type(inner), tuple(_plain(inner)), _kinds_of((inner._parameters, inner._buffers)))
-        for name, inner in module.named_modules()
-    )
-
-
-def _plain(module: nn.Module) -> Iterator[tuple[str, Hashable]]:
-    """The attributes of a module that are neither tensors nor modules; of its hooks their names."""
-    for name, value in vars(module).items():
-        if name in ("_parameters", "_buffers", "_modules", "forward"):
-            continue
-        if name in OF_EVERY_MODULE and isinstance(value, dict):
-            value = tuple(getattr(hook, "__qualname__", type(hook)) for hook in value.values())
-        is_state = name.startswith("__composable_api_state_key")  # of FSDP2
-        yield name, tuple(map(gathering_of, value.values())) if is_state else _hashable(value)
+    """Its modules, and of each the plain attributes, the names of hooks, how FSDP2 gathers, parameters and buffers."""
+    kinds: list[Any] = []
+    for name, inner in module.named_modules():
+        kinds += [name, type(inner), _kinds_of((inner._parameters, inner._buffers))]
+        for key, value in vars(inner).items():
+            if key.startswith("__composable_api_state_key"):
+                value = tuple(map(gathering_of, value.values()))
+            elif key in OF_EVERY_MODULE and isinstance(value, dict):
+                value = tuple(getattr(hook, "__qualname__", type(hook)) for hook in value.values())
+            if key not in ("_parameters", "_buffers", "_modules", "forward"):
+                kinds.append((key, _hashable(value)))
+    return tuple(kinds)
 
 
 def _kinds_of(tree: Any) -> Hashable:
     leaves, spec = pytree.tree_flatten(tree)
-    return str(spec), tuple(_hashable(leaf) for leaf in leaves)
+    return str(spec), tuple(map(_hashable, leaves))
 
 
 def _hashable(value: Any) -> Hashable:
     if isinstance(value, Tensor):
         shares = tuple((type(share), share.shape, share.stride(), share.dtype) for share in inner_tensors(value))
         return type(value), value.requires_grad, str(getattr(value, "placements", "")), shares
-    if isinstance(value, (list, set, dict)):
-        return str(value)
-    return value if isinstance(value, Hashable) else id(value)
+    return str(value) if isinstance(value, (list, set, dict)) else value if isinstance(value, Hashable) else id(value)
