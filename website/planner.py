@@ -1,6 +1,6 @@
 """A hook of MkDocs: the planner as a page, which runs the package's own wheel in Pyodide, from the site's own files.
 
-Pyodide comes from its npm package. Where there is no npm, the page is left out, and the build says so.
+Pyodide comes from its npm package. Where that cannot be had, the build says so, and the page cannot start.
 """
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ _LOG = logging.getLogger("mkdocs.planner")
 
 def on_post_build(config: MkDocsConfig) -> None:
     """Put ``planner.html`` and all that it reads into the site."""
-    if not pyodide():
-        _LOG.info("planner.html is left out: npm has no package pyodide@%s here, or there is no npm", VERSION)
-        return
-    build(Path(config.site_dir))
+    site = Path(config.site_dir)
+    build(site)
+    if pyodide():
+        add_python(site / "planner")
+    else:
+        _LOG.info("planner.html cannot start: npm has no package pyodide@%s here, or there is no npm", VERSION)
 
 
 def pyodide() -> bool:
@@ -59,11 +61,16 @@ def pyodide() -> bool:
 
 
 def build(site: Path) -> None:
-    """Write the page and its files into ``site``."""
+    """Write the page into ``site``."""
     folder = site / "planner"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(PAGE, folder)
     (folder / "planner.html").rename(site / "planner.html")
+    (folder / "choices.json").write_text(json.dumps(choices()))
+
+
+def add_python(folder: Path) -> None:
+    """Write what the page runs into its ``folder``: Pyodide, the wheel of the package, and what that imports."""
     (folder / "pyodide").mkdir()
     for name in _FILES:
         shutil.copy(CACHE / name, folder / "pyodide" / name)
@@ -72,7 +79,6 @@ def build(site: Path) -> None:
     shutil.copy(Path(typing_extensions.__file__), folder / "typing_extensions.py")
     (made,) = folder.glob("*.whl")
     (folder / "files.json").write_text(json.dumps({"wheel": made.name}))
-    (folder / "choices.json").write_text(json.dumps(choices()))
 
 
 def choices() -> dict[str, list[str]]:

@@ -43,6 +43,7 @@ def address(tmp_path_factory):
         pytest.skip("no Pyodide: npm is not there, or cannot fetch it")
     folder = tmp_path_factory.mktemp("site")
     planner.build(folder)
+    planner.add_python(folder / "planner")
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder)))
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -142,7 +143,7 @@ def test_a_search_says_how_far_it_is_and_lists_layouts(page):
     assert page.locator("#tables table").first.locator("tbody tr").count() > 3
 
 
-def test_where_there_is_no_npm_the_page_is_left_out(tmp_path, monkeypatch):
+def test_without_npm_there_is_no_pyodide(tmp_path, monkeypatch):
     monkeypatch.setattr(planner, "CACHE", tmp_path)
     monkeypatch.setattr(planner.shutil, "which", lambda name: None)
     assert not planner.pyodide()

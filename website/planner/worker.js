@@ -1,6 +1,4 @@
 // Runs the command `python -m torchckpt plan` with the package's own wheel, so that the page and the command cannot differ.
-import { loadPyodide } from "./pyodide/pyodide.mjs";
-
 const PROGRAM = `
 import io, sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -40,6 +38,7 @@ const say = (text) => postMessage({ progress: text });
 
 async function started() {
   say("Loading Python, some 10 MB.");
+  const { loadPyodide } = await import("./pyodide/pyodide.mjs");
   const python = await loadPyodide({ indexURL: new URL("./pyodide/", import.meta.url).href });
   say("Loading the planner.");
   const files = await (await fetch(new URL("./files.json", import.meta.url))).json();
