@@ -19,8 +19,9 @@ def drawn(times: Sequence[Any], memories: Sequence[Any]) -> str:
     colours = {source: _COLOURS[place % len(_COLOURS)] for place, source in enumerate(sources)}
     wide = 2 * (_SIDE + _EDGE) + 190
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {_SIDE + 2 * _EDGE}" font-family="sans-serif" '
-        'font-size="13" role="img" aria-label="predicted against measured step time and peak memory">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{_SIDE + 2 * _EDGE}" role="img" '
+        f'viewBox="0 0 {wide} {_SIDE + 2 * _EDGE}" aria-label="predicted against measured step time and peak memory">',
+        '<style>text{font:14px system-ui,-apple-system,"Segoe UI","DejaVu Sans",sans-serif;fill:#374151}</style>',
         f'<rect width="{wide}" height="{_SIDE + 2 * _EDGE}" fill="#ffffff"/>',
         *_panel(_EDGE, "step time, seconds", times, colours),
         *_panel(2 * _EDGE + _SIDE, "peak memory, GiB", memories, colours),

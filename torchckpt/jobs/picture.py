@@ -20,11 +20,11 @@ def drawn(plan: JobPlan) -> str:
     ranks = [{**memory.parts, "buffers": BUFFERS} for memory in plan.memory]
     most = max(plan.device_bytes, *(sum(parts.values()) for parts in ranks)) * 1.05
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDE:g} {_HIGH + 3 * _EDGE:g}" '
-        'font-family="sans-serif" font-size="13" role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDE:g}" height="{_HIGH + 3 * _EDGE:g}" role="img">',
         f"<title>{escape(plan.summary)}</title>",
+        '<style>text{font:13px system-ui,-apple-system,"Segoe UI","DejaVu Sans",sans-serif;fill:#374151}</style>',
         f'<rect width="{_WIDE:g}" height="{_HIGH + 3 * _EDGE:g}" fill="#ffffff"/>',
-        f'<text x="{_EDGE:g}" y="24" font-size="15">{escape(plan.job.model.name)}: {plan.step_seconds:.4g} s a step, '
+        f'<text x="{_EDGE:g}" y="24">{escape(plan.job.model.name)}: {plan.step_seconds:.4g} s a step, '
         f"{plan.tokens_per_second:,.0f} tokens a second and GPU</text>",
     ]
     for rank, parts in enumerate(ranks):
@@ -33,7 +33,7 @@ def drawn(plan: JobPlan) -> str:
         y = _EDGE + _HIGH * (1 - share * plan.device_bytes / most)
         lines.append(f'<line x1="{_EDGE:g}" x2="{_WIDE - _EDGE:g}" y1="{y:.1f}" y2="{y:.1f}" stroke="#222"/>')
         size = f"{words} {share * plan.device_bytes / 1e9:.0f} GB"
-        lines.append(f'<text x="{_WIDE - _EDGE:g}" y="{y - 3:.1f}" font-size="11" text-anchor="end">{size}</text>')
+        lines.append(f'<text x="{_WIDE - _EDGE:g}" y="{y - 3:.1f}" text-anchor="end">{size}</text>')
     return "\n".join([*lines, *_legend(), "</svg>"]) + "\n"
 
 
@@ -55,4 +55,4 @@ def _legend() -> Iterator[str]:
     for place, (name, colour) in enumerate(_COLOURS.items()):
         x = _EDGE + place * 92
         yield f'<rect x="{x:g}" y="{y - 10:g}" width="12" height="12" fill="{colour}"/>'
-        yield f'<text x="{x + 16:g}" y="{y:g}" font-size="11">{name}</text>'
+        yield f'<text x="{x + 16:g}" y="{y:g}">{name}</text>'
