@@ -65,7 +65,7 @@ def build(site: Path) -> None:
     folder = site / "planner"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(PAGE, folder)
-    (folder / "planner.html").rename(site / "planner.html")
+    (folder / "planner.html").replace(site / "planner.html")
     (folder / "choices.json").write_text(json.dumps(choices()))
 
 
