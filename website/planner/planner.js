@@ -4,13 +4,14 @@ const LAYOUT = ["tp", "cp", "ep", "pp", "dp", "micro-batch", "schedule", "chunks
 const GROUPS = [
   ["Job", ["model", "device", "gpus", "global-batch", "sequence"]],
   ["Layout", LAYOUT],
-  ["Memory", ["policy", "sharding", "device-memory"]],
+  ["Memory", ["policy", "sharding", "device-memory", "host", "host-link"]],
 ];
 const LABELS = {
   model: "Model", device: "Device", gpus: "GPUs", "global-batch": "Sequences of a step", sequence: "Tokens of a sequence",
   tp: "Tensor parallel", cp: "Context parallel", ep: "Expert parallel", pp: "Stages of the pipeline", dp: "Data parallel",
   "micro-batch": "Sequences of a micro-batch", schedule: "Schedule", chunks: "Stages of a rank", policy: "Recomputed",
   sharding: "Shared by data parallel", "device-memory": "Memory of a device, such as 80GB",
+  host: "Host memory of a rank, such as 200GB", "host-link": "Bytes a second to it, such as 25GB",
 };
 const START = { model: "llama3-70b", device: "h100", gpus: "64", "global-batch": "256", sequence: "8192", tp: "8", pp: "4" };
 const NUMBERS = new Set(["gpus", "global-batch", "sequence", "tp", "cp", "ep", "pp", "dp", "micro-batch", "chunks"]);
