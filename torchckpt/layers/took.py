@@ -117,6 +117,8 @@ def of_another_size(one: tuple[Key, Took], two: tuple[Key, Took], first: tuple[A
     if any(here + origin * (there - here) < -_TOLERANCE * max(here, there) for here, there in amounts):
         return None
     calls = tuple(Call(here.layer, *line(here[1:], there[1:])) for here, there in each)
+    if wanted < min(Fraction(1), apart):  # what is smaller may be too small to go
+        calls = tuple(call._replace(moved_bytes=0.0) for call in calls)
     return found, Took(calls, line(took.between_most, other.between_most))
 
 
