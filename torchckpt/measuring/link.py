@@ -1,9 +1,9 @@
 """Link: how fast a device copies to its host and back, and what that takes from its compute."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ _ROUNDS = 5
 """The first is warm-up."""
 _LEAST_BYTES, _MOST_BYTES, _SHORTEST_SECONDS = 2**18, 2**26, 1e-9
 
+Meeting: TypeAlias = "Callable[[CheckpointError | None], object]"
+
 
 class MeasuredLink(NamedTuple):
     out: float
@@ -28,7 +30,7 @@ class MeasuredLink(NamedTuple):
     """The seconds of compute that a second of copying takes."""
 
 
-def measured_link(device: torch.device, size: int, meet: Callable[[CheckpointError | None], object]) -> MeasuredLink:
+def measured_link(device: torch.device, size: int, meet: Meeting) -> MeasuredLink:
     """Copy ``size`` bytes both ways at once, beside compute that reads and writes as many.
 
     Args:
@@ -38,31 +40,33 @@ def measured_link(device: torch.device, size: int, meet: Callable[[CheckpointErr
             first with the error of a device that has no memory for it, which it raises: else others would wait.
     """
     size = min(max(size // 3, _LEAST_BYTES), _MOST_BYTES)
-    copies, clock = copies_of(device), Clock(device)
-    here: list[Tensor] = []
+    arena, failure = copies_of(device).arena, None
     pieces: list[Piece] = []
-    failure: CheckpointError | None = None
     try:
-        here += [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(3)]
-        pieces += [copies.arena.take(size) for _ in range(2)]
-    except (CheckpointError, torch.OutOfMemoryError) as error:
-        failure = error if isinstance(error, CheckpointError) else _no_memory(device, size, error)
-    meet(failure)
-    host = [piece.bytes[:size] for piece in pieces]
-    rounds = []
+        try:
+            here = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(3)]
+            pieces.extend(arena.take(size) for _ in range(2))  # the first stands there if the second cannot be had
+        except (CheckpointError, torch.OutOfMemoryError) as error:
+            failure = error if isinstance(error, CheckpointError) else _no_memory(device, size, error)
+        meet(failure)
+        return _measured(device, here, [piece.bytes[:size] for piece in pieces], meet)
+    finally:
+        for piece in pieces:
+            arena.give(piece.bytes)
+
+
+def _measured(device: torch.device, here: Sequence[Tensor], host: Sequence[Tensor], meet: Meeting) -> MeasuredLink:
+    (out, back), clock, size, rounds = copies_of(device).engines, Clock(device), host[0].numel(), []
     for _ in range(_ROUNDS):
         torch.accelerator.synchronize(device)
         meet(None)
         alone = _timed(clock, None, here[2], here[2])
         torch.accelerator.synchronize(device)
-        out, back = copies.engines
         rounds.append([
             _timed(clock, out, host[0], here[0]), _timed(clock, back, here[1], host[1]),
             _timed(clock, None, here[2], here[2]), alone,
         ])
     seconds = clock.reader()
-    for piece in pieces:
-        copies.arena.give(piece.bytes)
     spans = [[seconds(end) - seconds(start) for start, end in each] for each in rounds[1:]]
     out_seconds, back_seconds, beside, without = (max(median(each), _SHORTEST_SECONDS) for each in zip(*spans))
     copied = min(beside, out_seconds) + min(beside, back_seconds)  # what of the copies ran beside the compute
