@@ -47,7 +47,7 @@ from torchckpt.planning.step.measured import Spans, measured_timeline
 from torchckpt.regions.core.frame import SavedTensors
 from torchckpt.regions.core.scope import Scope
 from torchckpt.regions.live import LiveStorages
-from torchckpt.regions.moved.copies import copies_of
+from torchckpt.regions.moved.copies import copies_of, goes_from
 from torchckpt.regions.wrap.mixin import COMPILED
 from torchckpt.tensors import tensors_in
 
@@ -312,9 +312,7 @@ class RecomputeWithin(RecomputeAhead):
         with together("make a plan of the measured steps"), self._record.device_current():
             measured = self._gathered(None)
             link = None if phase.host_bytes is None else self._measured_link(phase.host_bytes[self.rank])
-            following = phase.planned(measured, self._any_tied, self.pairs, link)
-            self._reserve_host(following.plan)
-        return following
+            return phase.planned(measured, self._any_tied, self.pairs, link)
 
     def _measured_link(self, host_bytes: float) -> MeasuredLink:
         """The link of this rank to its host, with all ranks copying. Collective."""
@@ -325,18 +323,20 @@ class RecomputeWithin(RecomputeAhead):
     def _reserve_host(self, plan: PipelinePlan) -> None:
         """Have the host memory of ``plan`` before its first step. Collective, so that no rank waits for one without."""
         failure: CheckpointError | None = None
-        if plan.moves:
-            try:
+        try:
+            if goes_from(self._record.device):
                 copies_of(self._record.device).arena.reserve(int(plan.host_peak_bytes[self.rank]))
-            except CheckpointError as error:
-                failure = error
-            none_failed(failure)
+        except CheckpointError as error:
+            failure = error
+        none_failed(failure)
 
     def _agree(self) -> None:
         """Before the first step of a phase, all processes compare what they were given. Collective."""
         with together("begin a step"), self._record.device_current():
             processes = all_gather((self._told(), self._is_tied()))
-        check_the_same(SAME, [told for told, _ in processes])
+            check_the_same(SAME, [told for told, _ in processes])
+            if self.plan is not None and self.plan.moves:
+                self._reserve_host(self.plan)
         self._any_tied = any(tied for _, tied in processes)
         self._phase = self._phase.agreed(self._any_tied)
 

@@ -122,9 +122,13 @@ def test_pinned_memory_that_cannot_be_had_is_an_error_before_a_planned_step(acce
     def refuse(size):
         raise CheckpointError("the host has no pinned memory")
 
+    _, schedule = trained(NAMES[0], accelerator, 4, budget="50%", host=HOST)
     monkeypatch.setattr(copies_of(accelerator).arena, "reserve", refuse)
-    with pytest.raises(CheckpointError, match="the host has no pinned memory"):
-        trained(NAMES[0], accelerator, 4, budget="50%", host=HOST)
+    for options in ({"budget": "50%", "host": HOST}, {"plan": schedule.plan}):
+        _, schedule = trained(NAMES[0], accelerator, 4 * ("budget" in options), **options)
+        schedule._stages[0].submod[0].register_forward_hook(raises)
+        with pytest.raises(CheckpointError, match="the host has no pinned memory"):
+            schedule.step(torch.randn(MICRO_BATCHES * ROWS, SIZE, device=accelerator))
 
 
 def test_the_peak_on_the_host_is_that_of_the_last_step(accelerator):
