@@ -145,11 +145,10 @@ def raises(*args):
 
 
 @pytest.mark.parametrize("hook", ["register_forward_pre_hook", "register_full_backward_hook"])
-@pytest.mark.parametrize("name", NAMES)
-def test_a_step_that_fails_and_an_evaluation_leave_nothing_to_the_next_step(accelerator, name, hook):
+def test_a_step_that_fails_and_an_evaluation_leave_nothing_to_the_next_step(accelerator, hook):
     seen = []
     for options in ({}, {"budget": "45%", "host": HOST}):
-        _, schedule = trained(name, accelerator, 4, **options)
+        _, schedule = trained(NAMES[0], accelerator, 4, **options)
         torch.manual_seed(5)
         x = torch.randn(MICRO_BATCHES * ROWS, SIZE).to(accelerator)
         if options:
