@@ -135,7 +135,8 @@ class KnownSteps:
         self._steps: Remembered[Key, KnownStep] = Remembered()
         self._warned: set[str] = set()
         self._link: HostLink | None = None
-        self._device: torch.device | None = None
+        self._device = torch.device("cpu")
+        """That of the step that began last."""
 
     def beginning(self, first: Shapes, device: torch.device, settings: Settings) -> list[KnownStep]:
         """The steps whose first call begins with ``first``; no steps that take less because they had gradients that
@@ -222,7 +223,6 @@ class KnownSteps:
 
     def _with_host(self, plan: LayersPlan, is_agreed: bool) -> LayersPlan:
         """``plan``, or a shorter step that sends calls to the host."""
-        assert self._device is not None
         if is_agreed or not goes_from(self._device):
             self.warn(_NOT_AGREED if is_agreed else _NOTHING_GOES)
             return plan

@@ -130,7 +130,7 @@ class Step:
         self.is_in_kept = is_kept
         try:
             if is_kept:
-                return self.sent(call, function, args, kwargs) if self.sends(call) else function(*args, **kwargs)
+                return self.sent(call, function, args, kwargs)
             frame = Frame(options)
             if self.counter is not None:
                 frame.note = partial(self.counter.note, call)
@@ -144,8 +144,9 @@ class Step:
             self.is_in_kept = False
 
     def sent(self, call: int, function: Function, args: Any, kwargs: Any) -> Any:
-        """Run a call as a region that moves."""
-        assert self.driven is not None
+        """Run a call that is kept, as a region that moves if it goes to the host."""
+        if self.driven is None or not self.sends(call):
+            return function(*args, **kwargs)
         with self.driven.entered():
             moved = Moved(is_inner=True)
             self.driven.moves(call, moved)
