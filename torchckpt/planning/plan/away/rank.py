@@ -141,7 +141,7 @@ class Rank:
     def _backward(self, visit: int, split: bool) -> None:
         work, away, leaving, back = self.works[visit], self.away[visit], self.leaving, self.back
         late = away + self.dropped[visit] - self.early[visit]
-        due = self.message
+        due, needs = self.message, work.late_needs(away, late - away, split)
         for block in range(work.blocks, -1, -1):
             seconds = work.inputs[block] if split else work.whole[block]
             need, frees, awaited = 0.0, 0.0 if split else work.saved[block], 0.0
@@ -153,7 +153,7 @@ class Rank:
                 need, seconds = work.freed[block], seconds + work.replay[block]
             end = max(due, awaited) + seconds
             if self.free[1] < end:
-                self._issue(block, need, end)
+                self._issue(block, needs[block], end)
             while leaving and leaving[0][0] <= due:
                 self._release(block)
             room = need
