@@ -124,7 +124,7 @@ class Rank:
         for block in range(work.blocks + 1):
             need = work.need_bytes(block, away, self.dropped[visit])
             end = due + work.forward[block]
-            if self.free[1] < end and self._issue(block, need, end):
+            if self.free[1] < end and self._issue(block, need, end, due):
                 need = work.need_bytes(block, away, self.dropped[visit])
             while leaving and leaving[0][0] <= due:
                 self._release(block)
@@ -153,7 +153,7 @@ class Rank:
                 need, seconds = work.freed[block], seconds + work.replay[block]
             end = max(due, awaited) + seconds
             if self.free[1] < end:
-                self._issue(block, needs[block], end)
+                self._issue(block, needs[block], end, due)
             while leaving and leaving[0][0] <= due:
                 self._release(block)
             room = need
@@ -196,9 +196,10 @@ class Rank:
         self.bytes -= moved
         self.released.append((visit, block, len(self.order), at))
 
-    def _issue(self, at: int, need: float, end: float) -> bool:
+    def _issue(self, at: int, need: float, end: float, due: float) -> bool:
         """Issue copies back until their engine is busy up to ``end``, when the next piece ends, which takes ``need``
-        bytes. Returns whether a block was dropped for that."""
+        bytes, after those are free that have left by ``due``. Returns whether a block was dropped for that."""
+        ended = sum([moved for end_of_copy, moved, _, _ in self.leaving if end_of_copy <= due])
         outlook, habits, lane, unit, has_dropped = self.outlook, self.gene.habits, self.lane, self._unit, False
         while self.free[1] < end and len(self.issued) < len(outlook.uses):
             visit, block = outlook.uses[len(self.issued)]
@@ -213,7 +214,7 @@ class Rank:
             if ahead > habits.early * unit:
                 break
             moved = self.works[visit].moved[block]
-            full = self._full(moved, use, need)
+            full = self._full(moved, use, max(0.0, need - ended))
             if full is None:
                 for place in range(self.place + (lane.kinds[self.place] != FORWARD), use + (use > self.place)):
                     self.levels[place] += moved if outlook.due[place] <= len(self.issued) else 0.0
@@ -341,7 +342,7 @@ class Rank:
     def _run(self, kind: int, visit: int, early: int, seconds: float, need: float) -> bool:
         """Run a recompute or weight gradients. Returns False if there is no room, as something came back before."""
         if self.free[1] < self.clock + seconds:
-            self._issue(0, need, self.clock + seconds)
+            self._issue(0, need, self.clock + seconds, self.clock)
         while self.leaving and self.leaving[0][0] <= self.clock:
             self._release(0)
         if self.bytes + need > self.budget:
