@@ -39,6 +39,8 @@ class Habits(NamedTuple):
     """Issue copies back so much before their latest start."""
     overdue: float = 1.0
     """Drop blocks for a copy back that would start so late."""
+    flying: float = 1.0
+    """Expect this share of what is on its way out when a forward ends. For less, the rank waits later."""
     drops: bool = True
     """Whether blocks are dropped at all."""
     pending: int = 1 << 30
@@ -69,7 +71,8 @@ class Rank:
         self.lane, self.works, self.host, self.gene, self.limit = lane, works, host, gene, limit
         self.away, self.dropped, self.early = gene.away, list(gene.dropped), [0] * len(gene.away)
         self.budget = lane.budget_bytes if gene.has_budget else _LONG
-        self.outlook = Outlook(lane, works, self.away, self.dropped, gene.times.starts, 1 + host.half_duplex)
+        pace, flying = 1 + host.half_duplex, gene.habits.flying
+        self.outlook = Outlook(lane, works, self.away, self.dropped, gene.times.starts, pace, flying)
         self.levels = self.outlook.levels
         self.order: list[tuple[int, int, int]] = []
         """Each action: its kind, its visit, how many blocks it recomputes early."""
