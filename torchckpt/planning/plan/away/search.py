@@ -38,8 +38,8 @@ _TRIES = 70
 """The recipes that are tried for a rank in one context."""
 _STARTS = 4
 """The steps that are changed a little; one of them is changed more."""
-_EFFORT, _FEWEST = 2_200_000, 60
-"""The pieces of compute to simulate in all. If these are fewer than ``_FEWEST`` steps, then so many steps."""
+_EFFORT, _STEPS_PLAYED = 2_200_000, (60, 4000)
+"""The pieces of compute to simulate in all; as steps, at least and at most."""
 _HEAT, _PATIENCE = 0.002, 3000
 """A changed step may be longer by this share, at first, for so many changes."""
 
@@ -61,7 +61,8 @@ class Search:
         ]
         self.random = Random(0)
         self.is_split = any(any(lane.is_split) for lane in simulator.lanes)
-        self.most = max(_EFFORT, _FEWEST * sum(simulator.pieces))
+        fewest, most = (steps * sum(simulator.pieces) for steps in _STEPS_PLAYED)
+        self.most = min(max(_EFFORT, fewest), most)
 
     def starts(self) -> list[Candidate]:
         """Steps whose ranks were tuned in turn; the shortest first."""
