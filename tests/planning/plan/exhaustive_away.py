@@ -2,7 +2,8 @@
 
 Blocks are alike: forward 1 second, backward 2, replay 1, a copy ``k`` each way, one byte, of which nothing stays. Every
 second each rank is in a state. At a boundary it first issues any copies back, then releases what has left, then waits
-as long as it likes, or computes. All states of all ranks are followed, second by second.
+as long as it likes, or computes. All states of all ranks are followed, second by second. Of blocks that are alike, the
+one that is used first comes back, or is replayed, first.
 """
 from __future__ import annotations
 
@@ -129,8 +130,9 @@ class Pipeline:
         room = self.used(rank.states) < self.budget
         states = rank.states
         between = block % self.n == (0 if is_forward else self.n - 1)
-        for other, state in enumerate(states):
-            if state == DROPPED and room and (between or (not is_forward and other == block)):
+        dropped = [other for forth, other in order[rank.at :] if not forth and states[other] == DROPPED]
+        for other in dropped[:1]:
+            if room and (between or (not is_forward and other == block)):
                 yield rank._replace(states=with_state(states, other, HERE), left=1, replays=other)
         if not is_ready:
             return

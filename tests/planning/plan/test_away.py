@@ -60,6 +60,7 @@ def test_random_hosts(seeds):
     for seed in seeds:
         random = Random(seed)
         schedule, stages, budget, link = random_pipeline(random, 40)
+        budget = [max(1.0, each) for each in budget] if isinstance(budget, list) else max(1.0, budget)
         host = random_host(random, problem_of(schedule, stages, budget, link))
         plan = checked(plan_pipeline(schedule, stages, budget, link, host=host))
         alone = plan_pipeline(schedule, stages, budget, link)
