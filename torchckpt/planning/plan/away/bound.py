@@ -163,7 +163,7 @@ class _Rank:
         holdings = lane.holdings[visit]
         if kind == FORWARD:
             self.alive.add(visit)
-        elif place and lane.kinds[place - 1] == FORWARD:
+        elif self.gain and place and lane.kinds[place - 1] == FORWARD:
             self._turn(place, visit)
         seconds, waits = holdings.backward_seconds, 0.0
         if kind == INPUT_GRAD:

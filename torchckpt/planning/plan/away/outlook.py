@@ -86,12 +86,18 @@ class Outlook:
         dropped: Sequence[int],
         starts: Sequence[float],
         pace: int,
+        flying: float,
     ) -> None:
+        """
+        Args:
+            flying: the share to expect of what is on its way out.
+        """
         self.uses = [(visit, block) for visit in range(len(away)) for block in reversed(range(away[visit]))]
         """Each copy back, in the order of uses."""
         self.latest = returning(lane, works, away, starts, pace)[1]
         """When each of them has to start."""
-        self.flying = leaving(lane, works, away, starts, pace)[1]
+        self.flying = [flying * moved for moved in leaving(lane, works, away, starts, pace)[1]]
+        """By place, bytes on their way out when a forward ends."""
         self.due: list[int] = []
         """By place, how many of them have to have started when the action ends, or a backward begins."""
         self.levels: list[float] = []

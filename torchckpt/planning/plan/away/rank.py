@@ -39,6 +39,8 @@ class Habits(NamedTuple):
     """Issue copies back so much before their latest start."""
     overdue: float = 1.0
     """Drop blocks for a copy back that would start so late."""
+    flying: float = 1.0
+    """Expect this share of what is on its way out when a forward ends. For less, the rank waits later."""
     drops: bool = True
     """Whether blocks are dropped at all."""
     pending: int = 1 << 30
@@ -69,7 +71,8 @@ class Rank:
         self.lane, self.works, self.host, self.gene, self.limit = lane, works, host, gene, limit
         self.away, self.dropped, self.early = gene.away, list(gene.dropped), [0] * len(gene.away)
         self.budget = lane.budget_bytes if gene.has_budget else _LONG
-        self.outlook = Outlook(lane, works, self.away, self.dropped, gene.times.starts, 1 + host.half_duplex)
+        pace, flying = 1 + host.half_duplex, gene.habits.flying
+        self.outlook = Outlook(lane, works, self.away, self.dropped, gene.times.starts, pace, flying)
         self.levels = self.outlook.levels
         self.order: list[tuple[int, int, int]] = []
         """Each action: its kind, its visit, how many blocks it recomputes early."""
@@ -124,7 +127,7 @@ class Rank:
         for block in range(work.blocks + 1):
             need = work.need_bytes(block, away, self.dropped[visit])
             end = due + work.forward[block]
-            if self.free[1] < end and self._issue(block, need, end):
+            if self.free[1] < end and self._issue(block, need, end, due):
                 need = work.need_bytes(block, away, self.dropped[visit])
             while leaving and leaving[0][0] <= due:
                 self._release(block)
@@ -141,7 +144,7 @@ class Rank:
     def _backward(self, visit: int, split: bool) -> None:
         work, away, leaving, back = self.works[visit], self.away[visit], self.leaving, self.back
         late = away + self.dropped[visit] - self.early[visit]
-        due = self.message
+        due, needs = self.message, work.late_needs(away, late - away, split)
         for block in range(work.blocks, -1, -1):
             seconds = work.inputs[block] if split else work.whole[block]
             need, frees, awaited = 0.0, 0.0 if split else work.saved[block], 0.0
@@ -153,7 +156,7 @@ class Rank:
                 need, seconds = work.freed[block], seconds + work.replay[block]
             end = max(due, awaited) + seconds
             if self.free[1] < end:
-                self._issue(block, need, end)
+                self._issue(block, needs[block], end, due)
             while leaving and leaving[0][0] <= due:
                 self._release(block)
             room = need
@@ -196,9 +199,10 @@ class Rank:
         self.bytes -= moved
         self.released.append((visit, block, len(self.order), at))
 
-    def _issue(self, at: int, need: float, end: float) -> bool:
+    def _issue(self, at: int, need: float, end: float, due: float) -> bool:
         """Issue copies back until their engine is busy up to ``end``, when the next piece ends, which takes ``need``
-        bytes. Returns whether a block was dropped for that."""
+        bytes, after those are free that have left by ``due``. Returns whether a block was dropped for that."""
+        ended = sum([moved for end_of_copy, moved, _, _ in self.leaving if end_of_copy <= due])
         outlook, habits, lane, unit, has_dropped = self.outlook, self.gene.habits, self.lane, self._unit, False
         while self.free[1] < end and len(self.issued) < len(outlook.uses):
             visit, block = outlook.uses[len(self.issued)]
@@ -213,7 +217,7 @@ class Rank:
             if ahead > habits.early * unit:
                 break
             moved = self.works[visit].moved[block]
-            full = self._full(moved, use, need)
+            full = self._full(moved, use, max(0.0, need - ended))
             if full is None:
                 for place in range(self.place + (lane.kinds[self.place] != FORWARD), use + (use > self.place)):
                     self.levels[place] += moved if outlook.due[place] <= len(self.issued) else 0.0
@@ -341,7 +345,7 @@ class Rank:
     def _run(self, kind: int, visit: int, early: int, seconds: float, need: float) -> bool:
         """Run a recompute or weight gradients. Returns False if there is no room, as something came back before."""
         if self.free[1] < self.clock + seconds:
-            self._issue(0, need, self.clock + seconds)
+            self._issue(0, need, self.clock + seconds, self.clock)
         while self.leaving and self.leaving[0][0] <= self.clock:
             self._release(0)
         if self.bytes + need > self.budget:

@@ -58,7 +58,8 @@ class Kitchen:
         away = self.hosted(away)
         dropped = [0] * len(away)
         if recipe.habits.drops:
-            dropped = self._dropped(away, times, recipe.spare * self.block_bytes)
+            outlook = Outlook(self.lane, self.works, away, dropped, *arguments, recipe.habits.flying)
+            dropped = self._dropped(away, outlook.levels, recipe.spare * self.block_bytes)
         return Gene(away, dropped, recipe.habits, times, until)
 
     def hosted(self, away: list[int]) -> list[int]:
@@ -80,10 +81,9 @@ class Kitchen:
                 level -= self.works[first].moved[away[first]]
         return away
 
-    def _dropped(self, away: Sequence[int], times: Times, spare: float) -> list[int]:
+    def _dropped(self, away: Sequence[int], levels: Sequence[float], spare: float) -> list[int]:
         """The blocks to drop, of what is used last first, so that there is room beside what is on its way."""
         lane, works, dropped = self.lane, self.works, [0] * len(away)
-        levels = Outlook(lane, works, away, dropped, times.starts, self.pace).levels
         alive: list[int] = []
         freed = 0.0
         for place, (kind, visit) in enumerate(zip(lane.kinds, lane.visit_at)):

@@ -24,21 +24,22 @@ _LIMITS = (_LONG, 1.0, 2.0, 4.0, 8.0)
 _SPARE = (0.0, -2.0, -1.0, 1.0, 2.0, 4.0)
 _EARLY = (2.0, 0.0, 8.0)
 _OVERDUE = (1.0, 0.0, 4.0, _LONG)
+_FLYING = (1.0, 0.5, 0.0)
 _PENDING = (0, 1, 2, 1 << 30, -1)
 _STEPS = (-2.0, -1.0, -0.5, -0.25, 0.25, 0.5, 1.0, 2.0)
 _FIELDS: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("back_limit", _LIMITS), ("out_limit", _LIMITS), ("spare", _SPARE),
 )
 _HABITS: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    ("overdue", _OVERDUE), ("early", _EARLY), ("pending", _PENDING),
+    ("overdue", _OVERDUE), ("early", _EARLY), ("flying", _FLYING), ("pending", _PENDING),
 )
 """What can be changed, and to what."""
 _TRIES = 70
 """The recipes that are tried for a rank in one context."""
 _STARTS = 4
 """The steps that are changed a little; one of them is changed more."""
-_EFFORT, _FEWEST = 1_500_000, 60
-"""The pieces of compute to simulate in all. If these are fewer than ``_FEWEST`` steps, then so many steps."""
+_EFFORT, _STEPS_PLAYED = 2_200_000, (60, 4000)
+"""The pieces of compute to simulate in all; as steps, at least and at most."""
 _HEAT, _PATIENCE = 0.002, 3000
 """A changed step may be longer by this share, at first, for so many changes."""
 
@@ -60,15 +61,19 @@ class Search:
         ]
         self.random = Random(0)
         self.is_split = any(any(lane.is_split) for lane in simulator.lanes)
-        self.most = max(_EFFORT, _FEWEST * sum(simulator.pieces))
+        fewest, most = (steps * sum(simulator.pieces) for steps in _STEPS_PLAYED)
+        self.most = min(max(_EFFORT, fewest), most)
 
     def starts(self) -> list[Candidate]:
         """Steps whose ranks were tuned in turn; the shortest first."""
         candidates: list[Candidate] = []
         ranks = list(range(len(self.kitchens)))
-        for pending in _PENDING if self.is_split else _PENDING[-2:-1]:
+        variants = [Habits(drops=self.drops, pending=pending) for pending in _PENDING] if self.is_split else [
+            Habits(drops=self.drops), Habits(drops=self.drops, early=_EARLY[-1], flying=_FLYING[-1]),
+        ]
+        for habits in variants:
             for order in (ranks, ranks[::-1]):
-                candidate = self._tuned_in_turn(order, pending)
+                candidate = self._tuned_in_turn(order, habits)
                 candidates += [candidate] if candidate else []
                 if candidate and candidate.step.key[0] <= self.target:
                     return [candidate]
@@ -83,13 +88,13 @@ class Search:
             changed.append(self._changed(candidate, simulator.effort + (self.most - simulator.effort) // 12, 0.0))
         return self._changed(min(changed, key=lambda candidate: candidate.step.key), self.most, _HEAT)
 
-    def _tuned_in_turn(self, order: Sequence[int], pending: int) -> Candidate | None:
-        genes = self.simulator.ideal(pending)
+    def _tuned_in_turn(self, order: Sequence[int], habits: Habits) -> Candidate | None:
+        genes = self.simulator.ideal(habits.pending)
         step = self.simulator.play(genes)
         assert step is not None  # nothing has a limit
         for rank in order:
             tuner = _Tuner(self, rank, self.simulator.times(step)[rank], max(step.key[0], self.target))
-            tuner.run(Habits(drops=self.drops, pending=pending))
+            tuner.run(habits)
             if tuner.gene is None:
                 return None
             genes[rank] = tuner.gene

@@ -38,7 +38,7 @@ class Work:
         self.forward_until, self.whole_until, self.moved_until = sums(self.forward), sums(self.whole), sums(self.moved)
         self.freed_until, self.replay_until = sums(self.freed), sums(self.replay)
         self._peaks: dict[tuple[int, int], float] = {}
-        self._extras: dict[tuple[int, int], float] = {}
+        self._needs: dict[tuple[int, int, bool], list[float]] = {}
 
     def held_bytes(self, away: int, dropped: int) -> float:
         """The bytes of a visit on the device when what goes has gone, and nothing is restored."""
@@ -61,13 +61,19 @@ class Work:
 
     def late_bytes(self, away: int, late: int) -> float:
         """The bytes that a whole backward adds at least for its late blocks, which later ones have no room for."""
-        if (away, late) not in self._extras:
-            freed, extra = sum(self.saved[away + late :]), 0.0
-            for block in range(away + late - 1, away - 1, -1):
-                extra = max(extra, self.freed[block] - freed)
-                freed += self.saved[block] - self.freed[block]
-            self._extras[away, late] = extra
-        return self._extras[away, late]
+        return self.late_needs(away, late, False)[-1]
+
+    def late_needs(self, away: int, late: int, split: bool) -> list[float]:
+        """By piece, the bytes that a backward adds at least for its late blocks from this piece to the first one."""
+        key = away, late, split
+        if key not in self._needs:
+            needs, need = [], 0.0
+            for block in range(self.blocks + 1):
+                need = max(0.0, need - (0.0 if split else self.saved[block]))
+                need += self.freed[block] if away <= block < away + late else 0.0
+                needs.append(need)
+            self._needs[key] = needs
+        return self._needs[key]
 
 
 def sums(values: Sequence[float]) -> list[float]:
