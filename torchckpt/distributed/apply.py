@@ -98,34 +98,30 @@ def recompute_ahead(
     Args:
         schedule: any schedule of ``torch.distributed.pipelining``, or one read from CSV. It shares its stages with the
             one that is returned, which is to be used instead.
-        segments: how many regions of a stage are recomputed early, the last ones; the others are recomputed inside the
-            backward, one at a time. Early ones hide, late ones save memory. Default: all.
+        segments: how many regions of a stage, the last ones, are recomputed early, which hides them. The others are
+            recomputed inside the backward, which saves memory. Default: all.
         exempt: the (stage, micro-batch) whose regions keep their activations. ``"auto"``: those that are free to keep
             (see :func:`~torchckpt.planning.work.choice.free_to_keep`), such as the last stage of 1F1B; none
             where only some ``segments`` are recomputed early. ``"none"``: nothing is kept.
         costs: of every stage, or one per stage: recomputes stand where a simulation has their rank idle.
             ``"measured"``: those of the first steps, on which all processes of the job then agree (so all of them must
-            be stepping). Default: no costs, right before the backward.
-            With ``segments``, ``recompute_seconds`` is that of the early regions.
-        link: with ``costs`` that are given: the seconds of a message between neighbouring stages, or their links.
-            Default: no time.
+            be stepping). With ``segments``, they are those of the early regions. Default: right before the backward.
+        link: beside ``costs``: the seconds of a message between neighbouring stages, or their links. Default: none.
         budget: bytes that a step may take on each rank above what is there before it, or a list with one for each rank:
             a number, a size such as ``"60GiB"``, or a share such as ``"50%"`` of the peak of the rank that takes most
             when everything is kept. The first four steps recompute everything and are measured; of them a plan is made,
             which the others follow: what is kept, recomputed early or late, by region, stage and micro-batch.
-            Weight gradients that are split off are moved. All processes of the job must be stepping.
+            Split weight gradients move. All processes of the job must be stepping.
         host: with ``budget``: bytes of each rank in the memory of its host, or a list with one for each. Then regions
             may also be sent there and back; the first steps measure what each can send, and how fast. Default: none.
         plan: one that was made before, by :func:`~torchckpt.planning.plan.plan_pipeline` or in another run
             (``schedule.plan.to_json()``); JSON, or the path of a file with that, too. Its blocks are the regions.
 
     Returns:
-        A schedule with ``step()`` and ``eval()`` as torch's, ``timeline()``, ``report()`` and ``schedule``; with
-        ``budget`` or ``plan`` also ``plan``.
+        A schedule with torch's ``step()``, ``eval()``; ``timeline()``, ``report()``, ``schedule``; planned: ``plan``.
 
     Raises:
-        ArgumentError: all faults of the call in one message; among them a stage of ``pipeline()``, torch's tracer, that
-            has no region: one that was set before the trace is not in it.
+        ArgumentError: all faults of the call; a traced stage has no region: one that is set before is not in it.
         CheckpointError: this version of torch has no runtime that could do it.
         BudgetInfeasible: after the fourth step, ``budget`` is below the least; it says how much that is.
         RegionError: at the first step, a stage that enters no region, or one of ``torch.utils.checkpoint``.

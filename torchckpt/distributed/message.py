@@ -12,13 +12,13 @@ from torchckpt.planning import Action, Block, Kind, Stage
 from torchckpt.planning.plan import PipelinePlan
 from torchckpt.planning.plan.figures import WholeStep
 from torchckpt.planning.step.measured import Span
-from torchckpt.planning.step.memory import Level
+from torchckpt.planning.step.memory import Level, Piece
 
 __all__ = ["read", "written"]
 
 _OBJECTS = (
-    Action, ArgumentError, Block, BudgetInfeasible, CheckpointError, Kind, Level, MeasuredLink, ScheduleError, Span,
-    Stage, WholeStep,
+    Action, ArgumentError, Block, BudgetInfeasible, CheckpointError, Kind, Level, MeasuredLink, Piece, ScheduleError,
+    Span, Stage, WholeStep,
 )
 _MAKERS: dict[str, Callable[..., Any]] = {
     **{kind.__name__: kind for kind in _OBJECTS},

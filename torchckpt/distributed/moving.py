@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -13,6 +13,7 @@ from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.core.scope import AroundRegion, Scope
 from torchckpt.regions.flags import thread
+from torchckpt.regions.live import LiveStorages
 from torchckpt.regions.moved.driven import Driven
 from torchckpt.regions.moved.region import Moved
 from torchckpt.tensors import tensors_in
@@ -47,10 +48,13 @@ class Boundaries:
             for action in order
         }
 
-    def begins(self, action: str) -> None:
-        """The runtime comes to ``action``, such as ``0F1``; others than those of the plan are messages."""
-        if action in self._starts:
-            self._driven.reaches(self._starts[action])
+    def action(self, text: str) -> Action | None:
+        """The action of the plan that the runtime comes to, such as ``0F1``; None of a message."""
+        return self._starts[text][0] if text in self._starts else None
+
+    def begins(self, action: Action) -> None:
+        """``action`` begins, before it waits for a message."""
+        self._driven.reaches(self._starts[str(action)])
 
     def scope(self, choice: Choice, going: Going, around: AroundRegion, visit: Visit) -> BoundaryScope:
         """The scope of the forward of ``visit``. ``going`` is of its stage."""
@@ -71,6 +75,7 @@ class BoundaryScope(Scope):
     ) -> None:
         super().__init__(frozenset((*choice.kept, *choice.away)), around)
         self._away, self._going, self._driven, self._actions = choice.away, going, driven, actions
+        self.ended.append(self._tell)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -89,10 +94,7 @@ class BoundaryScope(Scope):
             region = Moved(going=self._going[number])
             self._driven.moves((*self._actions[0].visit, number), region)
             function = partial(_moved, region, function)
-        outputs, frame = super().run(function, args, kwargs, options)
-        if self.regions > number:
-            self._tell(number, outputs)
-        return outputs, frame
+        return super().run(function, args, kwargs, options)
 
     def _tell(self, number: int, outputs: Any) -> None:
         """Tell of the end of a region, and of the begin of its backward."""
@@ -115,19 +117,36 @@ def _reaches(driven: Driven, boundary: tuple[Action, int], gradients: object) ->
 
 
 class AllMoved(Scope):
-    """A scope whose regions all go to the host, by an order of their own: it shows what each can send."""
+    """A scope whose regions all go to the host, by an order of their own: it shows what each can send, and what it
+    takes while it runs.
 
-    def __init__(self) -> None:
+    Args:
+        live: counts bytes on the device.
+    """
+
+    def __init__(self, live: LiveStorages) -> None:
         super().__init__(keep=True)
         self._moving: list[Moved] = []
+        self._live = live
+        self.rises: list[int] = []
+        """By region, the most bytes of its forward above those that it left."""
 
     def run(
         self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     ) -> tuple[Any, Frame | None]:
         if self.is_outermost:
             self._moving.append(Moved())
-            function = partial(_forward, self._moving[-1], function)
+            function = partial(self._forward, self._moving[-1], function)
         return super().run(function, args, kwargs, options)
+
+    def _forward(self, region: Moved, function: Function, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if self._live.allocator or not self._live.looks else self._live:
+            self._live.begin()
+            outputs = region.forward(function, args, kwargs)
+        highest = self._live.highest()
+        self._live.begin()
+        self.rises.append(highest - self._live.now())
+        return outputs
 
     def sent(self) -> list[dict[int, int]]:
         """The bytes of the storages that each region has sent, by number. Call it where the outputs of the stage are
@@ -135,7 +154,3 @@ class AllMoved(Scope):
         for region in self._moving:
             region.release()
         return [region.away_bytes for region in self._moving]
-
-
-def _forward(region: Moved, function: Function, *args: Any, **kwargs: Any) -> Any:
-    return region.forward(function, args, kwargs)

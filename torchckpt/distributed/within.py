@@ -14,6 +14,7 @@ Operators are watched in the steps that count bytes: these, and the second one o
 """
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -46,6 +47,7 @@ from torchckpt.planning.plan.run.fit_measured import PlannedStep, with_levels
 from torchckpt.planning.step.measured import Spans, measured_timeline
 from torchckpt.regions.core.frame import SavedTensors
 from torchckpt.regions.core.scope import Scope
+from torchckpt.regions.live import LiveStorages
 from torchckpt.regions.moved.copies import copies_of
 from torchckpt.regions.wrap.mixin import COMPILED
 from torchckpt.tensors import tensors_in
@@ -76,6 +78,8 @@ class RecomputeWithin(RecomputeAhead):
         """Those of a step in which something goes to the host."""
         self._going: dict[int, Going] = {}
         """By stage, what its regions can send to the host."""
+        self._rises: dict[int, list[int]] = {}
+        """By stage and region, the most bytes of a forward that is kept above those that it leaves."""
         super().__init__(live, plain, None, frozenset(), is_measuring=False)
         self._run(self._phase.order(FIRST_STEPS))
 
@@ -151,15 +155,18 @@ class RecomputeWithin(RecomputeAhead):
 
     def reaches(self, action: str) -> None:
         super().reaches(action)
+        if self._boundaries is not None and (begun := self._boundaries.action(action)) is not None:
+            self._begins(begun)
+
+    def _begins(self, action: Action) -> None:
+        if self._live_bytes:
+            self._live_bytes.reaches(action)
         if self._boundaries is not None:
             self._boundaries.begins(action)
 
     @contextmanager
     def computing(self, action: Action, outputs: list[object]) -> Iterator[None]:
-        if self._boundaries is not None:
-            self._boundaries.begins(str(action))  # the second of two that torch runs as one
-        if self._live_bytes:
-            self._live_bytes.reaches(action)
+        self._begins(action)  # if it has not begun: the second of two that torch runs as one
         is_forward = action.kind is Kind.FORWARD and self.is_training
         with self._noting_inputs(action.stage) if is_forward else nullcontext(), super().computing(action, outputs):
             yield
@@ -179,10 +186,25 @@ class RecomputeWithin(RecomputeAhead):
 
     def _scope(self, visit: Visit, choice: Choice | State, module: nn.Module) -> Scope:
         if self._has_host and visit[0] not in self._going:
-            return AllMoved()
+            return AllMoved(LiveStorages(self._record.device, not self._is_compiled()))
         if isinstance(choice, Choice) and self._boundaries is not None:
-            return self._boundaries.scope(choice, self._going[visit[0]], partial(self._replaying, visit), visit)
-        return super()._scope(visit, choice, module)
+            scope: Scope = self._boundaries.scope(choice, self._going[visit[0]], partial(self._replaying, visit), visit)
+        else:
+            scope = super()._scope(visit, choice, module)
+        if self._is_in_pieces:
+            scope.ended.insert(0, partial(self._forward_ended, visit[0]))  # then what happens at the boundary
+        return scope
+
+    def _forward_ended(self, stage: int, region: int, outputs: object) -> None:
+        if self._live_bytes is not None:
+            self._live_bytes.passes(region)
+            for rises in self._rises.get(stage, [])[region : region + 1]:
+                self._live_bytes.knows(region, rises)
+
+    @property
+    def _is_in_pieces(self) -> bool:
+        """Whether bytes are counted piece by piece, for a plan with a host."""
+        return self._live_bytes is not None and self._has_host
 
     @property
     def _has_host(self) -> bool:
@@ -210,7 +232,7 @@ class RecomputeWithin(RecomputeAhead):
     def _forwarded(self, visit: Visit, scope: Scope, outputs: list[object]) -> None:
         stage, i = visit
         if isinstance(scope, AllMoved):
-            self._going[stage] = scope.sent()
+            self._going[stage], self._rises[stage] = scope.sent(), scope.rises
         if not scope.regions:
             raise_without_regions(stage, self._stage_by_index[stage].submod, outputs, is_planned=True)
         seen = scope.regions, self._input_shapes, *map(_shape_of, tensors_in(outputs))
@@ -227,10 +249,15 @@ class RecomputeWithin(RecomputeAhead):
 
     @contextmanager
     def _replaying(self, visit: Visit, region: int, recomputed: deque[SavedTensors]) -> Iterator[None]:
-        if self._live_bytes is not None:
-            self._live_bytes.replays()
+        live = self._live_bytes
+        if live is not None:
+            live.replays()
+            if self._is_in_pieces:
+                live.passes(region + 1)
         with super()._replaying(visit, region, recomputed):
             yield
+        if live is not None and self._is_in_pieces:
+            live.passes(region, is_replay=True)
 
     # steps ----------------------------------------------------------------------------------------------------------
 
@@ -247,6 +274,7 @@ class RecomputeWithin(RecomputeAhead):
             copies.waits, copies.arena.peak_bytes = [], copies.arena.used_bytes
         if self._phase.counts(self._steps):
             # A step that begins without gradients makes them; one of a plan is shown as it was.
+            gc.collect()  # what is freed in the middle of the step would count as freed by it
             made_bytes = self._bytes_of_gradients() if isinstance(self._phase, Measuring) else 0.0
             self._live_bytes = LiveBytes(self._record.device, not self._is_compiled(), made_bytes)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from torchckpt.planning import Action
-from torchckpt.planning.step.memory import Level
+from torchckpt.planning import Action, Kind
+from torchckpt.planning.step.memory import Level, Piece
 from torchckpt.regions.live import LiveStorages
 from torchckpt.regions.private import DispatchMode, running_node, take_from_modes
 
@@ -58,6 +58,7 @@ class LiveBytes(LiveStorages):  # type: ignore[no-untyped-call]  # in torch
         self._more_bytes = more_bytes
         self._action: Action | None = None
         self._entered_bytes = 0.0
+        self._pieces: list[Piece] = []
         self._is_idle = self._has_replayed = False
         self.levels: dict[Action, Level] = {}
 
@@ -72,14 +73,29 @@ class LiveBytes(LiveStorages):  # type: ignore[no-untyped-call]  # in torch
         self.reaches(None)
 
     def reaches(self, action: Action | None) -> None:
-        """Note that ``action`` begins. It lasts until the next call; None ends the last action."""
+        """Note that ``action`` begins, if it has not. It lasts until another does; None ends the last action."""
+        if action is not None and action == self._action:
+            return
+        pieces, self._pieces = self._pieces, []
+        is_forward = self._action is not None and self._action.kind is Kind.FORWARD
+        self.passes(sum(not piece.is_replay for piece in pieces) if is_forward else 0)
+        last = self._pieces.pop()
+        if self._action is not None and (self.looks or self.allocator):
+            highest = max(piece.highest for piece in (*pieces, last))
+            entered = self._entered_bytes + self._more_bytes
+            self.levels[self._action] = Level(highest, last.left, entered, (*pieces, last) if pieces else ())
+        self._action, self._entered_bytes = action, last.highest - self._more_bytes if self._is_idle else 0.0
+        self._is_idle = self._has_replayed = False
+
+    def passes(self, block: int, is_replay: bool = False) -> None:
+        """Note that a piece of the current action ends: ``block``, or the replay before it."""
         highest = self.highest()
         self.begin()
-        if self._action is not None and (self.looks or self.allocator):
-            amounts = highest, self.now(), self._entered_bytes
-            self.levels[self._action] = Level(*(amount + self._more_bytes for amount in amounts))
-        self._action, self._entered_bytes = action, float(highest) if self._is_idle else 0.0
-        self._is_idle = self._has_replayed = False
+        self._pieces.append(Piece(block, is_replay, highest + self._more_bytes, self.now() + self._more_bytes))
+
+    def knows(self, block: int, rises: float) -> None:
+        """Note that the forward of ``block`` rises by so many bytes above those that it leaves, where it is kept."""
+        self._pieces.append(Piece(block, True, rises, 0.0))
 
     def ends(self) -> None:
         """Note that the current action ends. What is alive from now on, the next one enters with."""

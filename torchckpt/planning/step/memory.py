@@ -16,7 +16,7 @@ from torchckpt.planning.order.schedule import Kind
 from torchckpt.planning.work.block import Stage
 from torchckpt.planning.work.choice import Choice, State
 
-__all__ = ["Change", "Curve", "Level", "changes_of", "curve", "levels_of", "use_bytes"]
+__all__ = ["Change", "Curve", "Level", "Piece", "changes_of", "curve", "levels_of", "use_bytes"]
 
 Curve: TypeAlias = tuple[tuple[float, float], ...]
 """The bytes alive on one rank, as (seconds, bytes) at each change."""
@@ -31,6 +31,18 @@ class Change(NamedTuple):
     """The bytes that are freed when it ends."""
 
 
+class Piece(NamedTuple):
+    """Bytes of a rank during a measured piece of an action: a block, or a replay of it.
+
+    In a forward, the replay is the same forward of the block where it was kept: its bytes above those that it left.
+    """
+
+    block: int
+    is_replay: bool
+    highest: float
+    left: float
+
+
 class Level(NamedTuple):
     """Bytes of a rank during one action, and after it."""
 
@@ -40,6 +52,8 @@ class Level(NamedTuple):
     """The bytes when the action has ended."""
     entered: float = 0.0
     """The most bytes from the end of the action before until it recomputes anything, if that was measured."""
+    pieces: tuple[Piece, ...] = ()
+    """Those of the action in their order, if they were measured."""
 
 
 def changes_of(stage: Stage, choice: Choice) -> dict[Kind, Change]:

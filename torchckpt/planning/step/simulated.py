@@ -245,7 +245,7 @@ class Step:
             yield from map(self._change, self.schedule.ranks[rank])
             return
         alive = 0.0
-        for highest, left, _ in self.levels(rank):
+        for highest, left, *_ in self.levels(rank):
             yield Change(highest - alive, highest - left)
             alive = left
 

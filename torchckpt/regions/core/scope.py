@@ -42,6 +42,8 @@ class Scope:
         """The region numbers of ``frames``, in the same order."""
         self.regions = 0
         """How many outermost regions were entered so far."""
+        self.ended: list[Callable[[int, Any], None]] = []
+        """Called when the forward of an outermost region has ended, with its number and its outputs."""
         self._is_inside_kept = False
 
     @property
@@ -55,18 +57,22 @@ class Scope:
         """Run ``function(*args, **kwargs)`` as a region, or as a plain call if ``keep`` selects it."""
         if self._is_inside_kept and self.keep is True:
             return function(*args, **kwargs), None
-        is_outermost, number = self.is_outermost, self.regions
-        if is_outermost:
-            self.regions += 1
-            if self.keep if isinstance(self.keep, bool) else number in self.keep:
-                return self._kept(function, args, kwargs), None
-        frame = Frame(options)
-        outputs = frame.forward(function, args, kwargs)
-        if is_outermost:
-            frame.around = None if self.around is None else partial(self.around, number)
-            self.frames.append(frame)
+        if not self.is_outermost:
+            frame = Frame(options)
+            return frame.forward(function, args, kwargs), frame
+        number, collected = self.regions, None
+        self.regions += 1
+        if self.keep if isinstance(self.keep, bool) else number in self.keep:
+            outputs = self._kept(function, args, kwargs)
+        else:
+            collected = Frame(options)
+            outputs = collected.forward(function, args, kwargs)
+            collected.around = None if self.around is None else partial(self.around, number)
+            self.frames.append(collected)
             self.numbers.append(number)
-        return outputs, frame
+        for note in self.ended:
+            note(number, outputs)
+        return outputs, collected
 
     def _kept(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._is_inside_kept = True

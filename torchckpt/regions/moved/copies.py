@@ -75,10 +75,10 @@ class Bytes:
         self.memory, self.is_away = _NOTHING, True
 
     def stay(self) -> None:
-        """What is on the host is needed no more."""
+        """What is on the host is needed no more, but for a copy back that is on its way."""
         piece, self.piece = self.piece, None
         if piece is not None:
-            self.copies.arena.give(piece.bytes)
+            self.copies.arena.give(piece.bytes, self.came)
 
     def wait(self) -> None:
         """The current stream may read ``memory`` from now on."""
@@ -179,8 +179,7 @@ class Copies:
                 memory.copy_(piece.bytes[: each.size], non_blocking=True)
                 each.came, each.is_waited_for = _mark(self._back), False
                 each.memory, each.streams = memory, () if compute is None else (compute,)
-                each.piece, each.is_away, each.is_back = None, False, True
-                self.arena.give(piece.bytes, each.came)
+                each.is_away, each.is_back = False, True
 
 
 def _mark(stream: torch.Stream | None) -> torch.Event | None:

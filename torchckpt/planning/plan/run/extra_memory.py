@@ -3,6 +3,9 @@
 This memory is gradients, messages in transit, losses, and the temporary memory of operations. It is measured in a step
 that recomputes everything. A step of a plan needs the same, with one exception: a region uses temporary bytes while it
 runs, and a kept region continues to hold most of them.
+
+Where blocks may go to a host, it is measured piece by piece (:class:`~torchckpt.planning.step.memory.Piece`): what is
+alive beside the extra memory of a block depends on where others leave and come back.
 """
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from torchckpt.planning.order.schedule import Action, Kind, Schedule
+from torchckpt.planning.step.boundary import Place, levels_of_places, places_of
 from torchckpt.planning.step.memory import Level
 from torchckpt.planning.step.simulated import Step
 from torchckpt.planning.work.block import Stage
@@ -28,6 +32,8 @@ class ExtraMemory(NamedTuple):
     """Bytes that the action adds for later actions; negative if it frees bytes."""
     enters: float = 0.0
     """The bytes that it rises by until it starts to recompute. A plan may keep more bytes at that moment."""
+    pieces: Mapping[tuple[int, bool], ExtraMemory] = {}
+    """Those of its pieces, by block and whether it is the replay, if they were measured."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,8 @@ class MeasuredStep:
                 level = self._level(action)
                 left = level.left - counted.left
                 enters = max(0.0, level.entered - counted_left - before)
-                extra[action] = ExtraMemory(level.highest - counted.highest - before, left - before, enters)
+                pieces = dict(_pieces(step, action, level, counted_left, before))
+                extra[action] = ExtraMemory(level.highest - counted.highest - before, left - before, enters, pieces)
                 before, counted_left = left, counted.left
         return extra
 
@@ -64,6 +71,24 @@ class MeasuredStep:
 
     def _level(self, action: Action) -> Level:
         return self.levels.get(action, Level(0.0, 0.0))
+
+
+def _pieces(
+    step: Step, action: Action, level: Level, alive: float, before: float
+) -> Iterator[tuple[tuple[int, bool], ExtraMemory]]:
+    """The extra memory of the pieces of an action, which begins with ``alive`` bytes that count."""
+    (places,) = places_of([action], step.stages, step.choice, ())
+    (levels,) = levels_of_places([places], step.stages, alive)
+    counted = {place.boundary.block: level for place, level in zip(places, levels)}
+    if not counted.keys() <= {piece.block for piece in level.pieces}:
+        return
+    for block, is_replay, highest, left in level.pieces:
+        if is_replay and action.kind is Kind.FORWARD:
+            yield (block, True), ExtraMemory(highest, 0.0)
+            continue
+        left -= counted[block].highest if is_replay else counted[block].left
+        yield (block, is_replay), ExtraMemory(highest - counted[block].highest - before, left - before)
+        before = left
 
 
 def beside_of(steps: Sequence[MeasuredStep], stages: Sequence[Stage]) -> dict[Action, ExtraMemory]:
@@ -86,7 +111,8 @@ def highest_bytes(step: Step, rank: int, beside: Mapping[Action, ExtraMemory]) -
         if kind is Kind.RECOMPUTE:
             replays[number] = max(measured.rises, replays.get(number, 0.0))
     before = counted_left = 0.0
-    for action, counted in zip(step.schedule.ranks[rank], step.levels(rank)):
+    pieces = step.places[rank] or [()] * len(step.schedule.ranks[rank])
+    for action, places, counted in zip(step.schedule.ranks[rank], pieces, step.levels(rank)):
         choice, stage = step.choice(action.visit), step.stages[action.stage]
         extra = _of(action, beside)
         if action.kind is Kind.FORWARD:
@@ -100,8 +126,30 @@ def highest_bytes(step: Step, rank: int, beside: Mapping[Action, ExtraMemory]) -
             extra = ExtraMemory(max(rises, replays.get(action.stage, 0.0)), 0.0)
         elif action.kind is Kind.INPUT_GRAD and choice.restored_by(Kind.BACKWARD):  # they were replayed by an R then
             extra = extra._replace(rises=max(extra.rises, replays.get(action.stage, 0.0)))
-        yield max(counted.highest + before + extra.rises, counted_left + before + extra.enters)
+        highest = counted.highest + before + extra.rises
+        if places and beside.get(action, _NOTHING).pieces:
+            highest = max(_highest_of_pieces(step, action, places, counted_left, before, beside))
+        yield max(highest, counted_left + before + extra.enters)
         before, counted_left = before + extra.leaves, counted.left
+
+
+def _highest_of_pieces(
+    step: Step, action: Action, places: Sequence[Place], alive: float, before: float,
+    beside: Mapping[Action, ExtraMemory],
+) -> Iterator[float]:
+    """The most bytes from each boundary of an action to the next."""
+    pieces, recomputed = beside[action].pieces, step.choice(action.visit).recomputed
+    (levels,) = levels_of_places([places], step.stages, alive)
+    for place, level in zip(places, levels):
+        block = place.boundary.block
+        piece, replay = pieces[block, False], pieces.get((block, True), _NOTHING)
+        rises = piece.rises
+        if action.kind is Kind.FORWARD and block not in recomputed and (block, True) in pieces:
+            rises = piece.leaves + replay.rises
+        elif action.kind is Kind.BACKWARD and block in recomputed:
+            rises = max(rises, replay.rises)
+        yield level.highest + before + rises
+        before += piece.leaves + replay.leaves
 
 
 _NOTHING = ExtraMemory(0.0, 0.0)
