@@ -136,7 +136,7 @@ def by_hand(depth: int) -> Training:
     return Training([model], run)
 
 
-def stages(depth: int, **options: Any) -> torchckpt.Pipe:
+def piped(depth: int, **options: Any) -> torchckpt.Pipe:
     balance = [1 + depth // 2, depth - depth // 2 + 1]
     return torchckpt.Pipe(Gpt(depth), balance=balance, chunks=2, **options)
 
@@ -147,19 +147,19 @@ def stepping(model: torchckpt.Pipe) -> Training:
 
 
 def pipe(depth: int) -> Training:
-    return of_model(stages(depth, checkpoint="always"))
+    return of_model(piped(depth, checkpoint="always"))
 
 
 def pipe_step(depth: int) -> Training:
-    return stepping(stages(depth, checkpoint="always"))
+    return stepping(piped(depth, checkpoint="always"))
 
 
 def pipe_budget(depth: int) -> Training:
-    return of_model(stages(depth, budget="70%"))
+    return of_model(piped(depth, budget="70%"))
 
 
 def pipe_step_budget(depth: int) -> Training:
-    return stepping(stages(depth, budget="80%"))
+    return stepping(piped(depth, budget="80%"))
 
 
 def traced(depth: int) -> Training:
