@@ -180,7 +180,7 @@ class Step:
 
     def failed(self, error: BaseException) -> None:
         """Note that a call or a replay has raised ``error``. Where memory ran out, raise one that says what to do."""
-        self.has_failed = True
+        self.has_failed, self.script = True, ()
         if isinstance(error, torch.OutOfMemoryError):
             raise torch.OutOfMemoryError(f"{error}\n{CALLER}: {ran_out(self.known)}") from error
 

@@ -19,6 +19,8 @@ called with itself."""
 
 _TOLERANCE = 0.01
 """The share of an amount by which it may miss a straight line through the origin."""
+_LEAST_SECONDS = 0.5
+"""Seconds differ from step to step: those that are foretold are at least this share of the fewest that were seen."""
 _BYTES = 4
 """Where the bytes of a call begin."""
 _FARTHEST = 2
@@ -107,8 +109,8 @@ def of_another_size(one: tuple[Key, Took], two: tuple[Key, Took], first: tuple[A
         return None
     ratio, origin = float((wanted - 1) / (apart - 1)), float(-1 / (apart - 1))
 
-    def line(amounts: Sequence[float], others: Sequence[float]) -> tuple[float, ...]:
-        return tuple(max(0.0, here + ratio * (there - here)) for here, there in zip(amounts, others))
+    def line(amounts: Sequence[float], others: Sequence[float], least: float = 0.0) -> tuple[float, ...]:
+        return tuple(max(least * min(pair), pair[0] + ratio * (pair[1] - pair[0])) for pair in zip(amounts, others))
 
     each = list(zip(took.calls, other.calls))
     amounts = list(zip(took.between_most, other.between_most))
@@ -116,7 +118,10 @@ def of_another_size(one: tuple[Key, Took], two: tuple[Key, Took], first: tuple[A
         amounts += zip(here[_BYTES:], there[_BYTES:])
     if any(here + origin * (there - here) < -_TOLERANCE * max(here, there) for here, there in amounts):
         return None
-    calls = tuple(Call(here.layer, *line(here[1:], there[1:])) for here, there in each)
+    calls = tuple(
+        Call(here.layer, *line(here[1:_BYTES], there[1:_BYTES], _LEAST_SECONDS), *line(here[_BYTES:], there[_BYTES:]))
+        for here, there in each
+    )
     return found, Took(calls, line(took.between_most, other.between_most))
 
 
