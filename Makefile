@@ -8,7 +8,7 @@ SHELL       := bash
 .SHELLFLAGS := -o pipefail -c
 named        = sed -u 's/^/$(1) | /'
 
-.PHONY: demo test docs dist lint test-plans test-runs slow mutations faults soak peers compat compat-of-nothing compat-table pure gpu gpu-there gpu-tests gpu-bench rehearse clean
+.PHONY: demo test docs docs-test dist lint test-plans test-runs slow mutations faults soak peers compat compat-of-nothing compat-table pure gpu gpu-there gpu-tests gpu-bench rehearse clean
 
 # torch warns where NumPy is missing, which nothing here needs.
 demo: export PYTHONWARNINGS := ignore:Failed to initialize NumPy
@@ -150,6 +150,10 @@ $(VENV)/.dist: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
 # The site, in build/site; a broken link fails.
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The planner's page in a browser; skips, and says so, where there is no chromium.
+docs-test: docs $(VENV)/.test
+	$(BIN)/python -m pytest tests/pages/test_planner.py -rs
 
 $(VENV)/.docs: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[docs]'

@@ -17,7 +17,7 @@ from tests.scripts import run
 
 PACKAGE = Path(torchckpt.__file__).parent
 
-WITHOUT_TORCH = ("errors", "typing", "version", "planning")
+WITHOUT_TORCH = ("errors", "typing", "version", "planning", "jobs")
 ALONE = {("graph", "regions"): ("regions.flags", "regions.wrap.mixin")}
 """All that one may import of the other."""
 

@@ -5,6 +5,8 @@ A row of ``WORKAROUNDS`` fails on a release that has mended it. It then moves to
 """
 from __future__ import annotations
 
+import sys
+from contextlib import contextmanager
 from functools import reduce
 from importlib import import_module
 
@@ -117,7 +119,78 @@ def torch_compiler_imports_dynamo_to_disable_it():
     assert run("-c", program).stdout == "True\n"
 
 
+@contextmanager
+def two_ranks():
+    """A fake process group, and a mesh of it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    hook = sys.excepthook
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        yield init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    finally:
+        torch.distributed.destroy_process_group()
+        sys.excepthook = hook
+
+
+def dtensor_runs_an_operator_with_global_shapes():
+    """To learn the shape of its result, the first time: torch/distributed/tensor/_sharding_prop.py."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from torchckpt.costs.private.mesh import TorchDispatchMode
+
+    shapes = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+                return NotImplemented
+            shapes.extend(x.shape[0] for x in args if isinstance(x, torch.Tensor) and "asinh" in str(operator))
+            return operator(*args, **(kwargs or {}))
+
+    with two_ranks() as mesh, Seen():
+        distribute_tensor(torch.ones(6, 2), mesh, [Shard(0)]).asinh()
+    assert sorted(shapes) == [3, 6]
+
+
+def init_process_group_leaves_a_hook():
+    """It wraps sys.excepthook each time: torch/distributed/distributed_c10d.py."""
+    before = sys.excepthook
+    with two_ranks():
+        assert sys.excepthook is not before
+
+
+def a_mesh_needs_values_of_tensors():
+    from torch._subclasses.fake_tensor import DataDependentOutputException
+    from torch.distributed.device_mesh import init_device_mesh
+
+    with two_ranks(), FakeTensorMode(), pytest.raises(DataDependentOutputException):
+        init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+
+
+def a_mesh_of_the_cpu_has_no_all_to_all():
+    """It gathers and cuts instead: torch/distributed/tensor/_collective_utils.py."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    with two_ranks() as mesh, CommDebugMode() as counted:
+        distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]).redistribute(placements=[Shard(1)])
+    assert [str(operator) for operator in counted.get_comm_counts()] != ["_dtensor.shard_dim_alltoall"]
+
+
+def a_node_of_cpus_has_one_device():
+    from torch.distributed.tensor import _collective_utils
+
+    assert _collective_utils._mesh_resources.num_devices_per_host("cpu") == 1
+
+
 WORKAROUNDS = {
+    "torchckpt.costs.private.mesh:_Integers": a_mesh_needs_values_of_tensors,
+    "torchckpt.costs.private.mesh:_all_to_all": a_mesh_of_the_cpu_has_no_all_to_all,
+    "torchckpt.costs.private.mesh:_unseen": dtensor_runs_an_operator_with_global_shapes,
+    "torchckpt.costs.private.mesh:ranks_without_processes": init_process_group_leaves_a_hook,
+    "torchckpt.costs.private.mesh:without_values": a_node_of_cpus_has_one_device,
     "torchckpt.costs.private:unallocated": a_module_without_memory_cannot_be_converted,
     "torchckpt.graph.private.dynamo:_random_operations_kept": a_random_operation_without_readers_is_dropped,
     "torchckpt.graph.private.surroundings:casting_once": a_trace_casts_a_weight_at_each_use,

@@ -10,8 +10,8 @@ from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
 __all__ = [
-    "PutBack", "copy_attributes", "flop_formula", "hides_tensors", "nodes_behind", "tensors_in", "tensors_of",
-    "tensors_of_pair",
+    "PutBack", "copy_attributes", "flop_formula", "hides_tensors", "inner_tensors", "nodes_behind", "tensors_in",
+    "tensors_of", "tensors_of_pair",
 ]
 
 PutBack: TypeAlias = Callable[[Sequence[Tensor]], Any]
@@ -21,6 +21,14 @@ PutBack: TypeAlias = Callable[[Sequence[Tensor]], Any]
 def tensors_in(tree: Any) -> list[Tensor]:
     """The tensors of ``tree``, in the order of its leaves; one that stands in two places comes twice."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def inner_tensors(tensor: Tensor) -> list[Tensor]:
+    """The tensors that ``tensor`` wraps, such as this rank's part of a DTensor; itself, if it wraps none."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    values = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return [inner for value in values if isinstance(value, Tensor) for inner in inner_tensors(value)]
 
 
 def tensors_of(tree: Any) -> tuple[tuple[Tensor, ...], PutBack]:

@@ -18,6 +18,7 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
+    "website/planner/planner.html": "planner.html",
     **{f"benchmarks/{name}/README.md": f"measured/{name}.md" for name in BENCHMARKS},
 }
 """A file of the repository, and the page that it becomes."""

@@ -100,6 +100,16 @@ def test_a_csv_says_the_schedule(capsys, tmp_path):
     assert "order: 4 stages on 4 ranks, 1 micro-batches" in text
 
 
+def test_a_mesh_has_a_share_of_each_stage(capsys):
+    text = printed(capsys, "plan", "examples.plan_parallel:tiny", "--mesh", "dp=2,tp=2", *TINY[2:], "--budget", "100%")
+    assert "static: weights, their gradients, Adam's state, what is gathered at once" in text
+    assert "1f1b: 2 stages on 2 ranks, 4 micro-batches" in text
+    assert [line.split() for line in text.splitlines() if line.startswith("replay")] == [
+        ["replay", "all_gather", "tp", "(2)", "0.01638", "MB", "2"],
+        ["replay", "reduce_scatter", "tp", "(2)", "0.01638", "MB", "1"],
+    ]
+
+
 WORDS = "examples.plan_llama:tiny"
 H100 = ("--device", "h100")
 HALF = (*H100, "--budget", "50%")
@@ -124,6 +134,10 @@ BAD = [
     (("examples.plan_llama:none", *HALF), "examples.plan_llama has no none; works: examples.plan_llama:"),
     (("examples.plan_llama", *HALF), "the target is not written module:function"),
     (("examples.plan_llama:__doc__", *HALF), "the target is not a function; received: "),
+    (("examples.plan_parallel:tiny", *HALF, "--mesh", "dp=2,8"), "by name such as dp=2,tp=8; received: dp=2,8"),
+    (("examples.plan_parallel:tiny", *HALF, "--mesh", "tp=0"), "not sizes by name such as dp=2,tp=8; received: tp=0"),
+    (("examples.plan_parallel:tiny", *HALF), "missing 1 required positional argument: 'mesh'"),
+    (("examples.plan_parallel:tiny", *HALF, "--mesh", "tp=2"), "KeyError"),
     (HALF, "--device is given without a model; works: plan my_package.model:stages"),
     (("--budget", "50%"), "the following arguments are required: --blocks"),
 ]  # fmt: skip

@@ -36,6 +36,27 @@ def test_a_llama_of_70_billion_parameters_in_under_two_gigabytes():
     assert block["forward_seconds"] < 1.2 * products / 989.4e12 / 0.5
 
 
+def test_the_parallel_one_is_counted_as_one_rank_of_sixteen():
+    from examples.plan_parallel import stages
+    from torchckpt.costs import fake_mesh
+
+    with fake_mesh(dp=2, tp=8) as mesh:
+        costs = pipeline_costs(lambda: stages(mesh), "h100")
+    size = Size()
+    keys = size.width // size.heads * size.key_heads
+    matrices = 2 * size.width * (size.width + keys) + 3 * size.width * size.hidden
+    block = costs.counted[1].blocks[7]
+    assert [len(stage.blocks) for stage in costs.stages] == [20] * 4
+    assert block.work.static_bytes == 16 * (matrices / 16 + 2 * size.width / 2)
+    assert block.forward_flops == (2 * size.tokens * matrices + 4 * size.tokens**2 * size.width) / 8
+    assert block.backward_flops > 2 * block.forward_flops  # attention computes its scores again
+    assert block.work.boundary_bytes == 2 * size.tokens * size.width / 8
+    gathers = [each for each in block.collectives if each[0] == "all_gather" and each.phase == "forward"]
+    assert [(each.dimension, each.bytes, each.count) for each in gathers] == [
+        ("tp", 2 * size.tokens * size.width, 2), ("dp", 2 * (matrices // 8 + 2 * size.width), 1)
+    ]  # fmt: skip
+
+
 def test_the_small_one_runs_and_is_counted_alike():
     stages, x, loss = tiny()
     for stage in stages:

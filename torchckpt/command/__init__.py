@@ -2,6 +2,7 @@
 
     fit, balance      one model: a plan within a byte budget; its layers cut into stages
     memory            a script: which of its lines keep memory
+    job               of plan: a described model in a layout
     plan, costs       a pipeline within a byte budget; the costs of its stages, and the options of a model
     env               versions, devices and features, for the report of a bug
     simulate          one step of a schedule, with ways to recompute side by side

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_model", "model_costs", "model_faults"]
 
-_OF_MODEL = ("device", "efficiency", "dtype", "optimizer_bytes", "device_memory", "link_bandwidth", "kernels")
+_OF_MODEL = ("device", "efficiency", "dtype", "optimizer_bytes", "device_memory", "link_bandwidth", "kernels", "mesh")
 _OF_NUMBERS = (
     "stages", "blocks", "forward", "backward", "weight_grad", "recompute", "saved", "boundary", "first", "last",
 )
@@ -62,6 +62,13 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="accelerator: dropout, norms and attention keep what they keep there (default); cpu: what a CPU keeps",
     )
+    group.add_argument(
+        "--mesh",
+        type=_mesh,
+        metavar="NAME=SIZE,...",
+        help="ranks that a stage is spread over, such as dp=2,tp=8: the function is called with a DeviceMesh of them, "
+        "and the share of one rank is counted",
+    )
 
 
 def model_faults(options: argparse.Namespace) -> None:
@@ -90,14 +97,16 @@ def model_faults(options: argparse.Namespace) -> None:
 
 def model_costs(options: argparse.Namespace) -> PipelineCosts:
     """The costs of the stages that ``target`` makes."""
-    from torchckpt.costs import pipeline_costs
+    from torchckpt.costs import fake_mesh, pipeline_costs
 
     values = {name: getattr(options, name) for name in ("efficiency", "dtype", "optimizer_bytes", "kernels")}
     values["link_bytes_per_second"] = options.link_bandwidth
     chosen = {name: value for name, value in values.items() if value is not None}
-    build = _holding(stages_at(options.target), options)
     try:
-        return pipeline_costs(build, options.device, **chosen)
+        if options.mesh is None:
+            return pipeline_costs(_holding(stages_at(options.target), options), options.device, **chosen)
+        with fake_mesh(**options.mesh) as mesh:
+            return pipeline_costs(_holding(stages_at(options.target, mesh), options), options.device, **chosen)
     except ArgumentError as error:
         raise Unusable(f"cannot plan {options.target}: {line(error)}") from error
 
@@ -128,6 +137,14 @@ def _device(text: str) -> str:
     except ArgumentError as error:
         raise argparse.ArgumentTypeError(in_options(line(error))) from None
     return text
+
+
+def _mesh(text: str) -> dict[str, int]:
+    pairs = [pair.partition("=") for pair in text.split(",")]
+    sizes = {name: int(size) for name, _, size in pairs if name.isidentifier() and size.isdecimal() and int(size)}
+    if len(sizes) < len(pairs) or "rank" in sizes:
+        raise argparse.ArgumentTypeError(f"not sizes by name such as dp=2,tp=8; received: {text}")
+    return sizes
 
 
 def _efficiency(text: str) -> float:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from torchckpt.command.costs import add_model, model_costs, model_faults
+from torchckpt.command.job import add_job, job_faults, run_job
 from torchckpt.command.shared import (
     Parser,
     Unusable,
@@ -73,6 +74,8 @@ examples:
       --first 0.1,0.2,0 --last 1,2,2 --budget 50%
   python -m torchckpt plan --schedule all --stages 8 --microbatches 32 --blocks 8 --link 0.8 --budget 30%
   python -m torchckpt plan --schedule 1f1b --stages 4 --microbatches 8 --blocks 8 --budget 30% --host 40 --host-link 0.5
+  python -m torchckpt plan --model llama3-70b --gpus 64 --device h100 --tp 8 --pp 4 --dp 2 --global-batch 256
+  python -m torchckpt plan --model llama3-70b --gpus 64 --device h100 --global-batch 256 --search
   python -m torchckpt plan --csv schedule.csv --blocks 4 --budget 50% --balance --svg plan.svg
   python -m torchckpt plan examples.plan_llama:stages --device h100 --microbatches 32 --schedule all --budget 60GB
 
@@ -88,15 +91,24 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     description = "Plan what a pipeline keeps, what it recomputes, and when, under a byte budget."
     plan = add_command(commands, "plan", short, description, _EXAMPLES)
     group = add_schedule(
-        plan, lambda text: text if text == _ALL else schedule_name(text), "; all: each that fits, and the table"
+        plan, lambda text: text if text == _ALL else schedule_name(text), "; all: each that fits, and the table",
+        required=False,
     )
     group.add_argument("--ranks", type=count, metavar="R", help="default: as many as the schedule deals the stages to")
     _add_stages(plan)
     add_model(plan)
+    add_job(plan)
     _add_plan(plan)
 
 
 def run(options: argparse.Namespace) -> None:
+    job_faults(options)
+    if options.model is not None:
+        run_job(options, _host(options))
+        return
+    if options.schedule is None and options.csv is None:
+        works = "works: python -m torchckpt plan --schedule 1f1b --stages 4 --microbatches 8 --blocks 8 --budget 50%"
+        raise Unusable(f"one of the arguments --schedule --csv --model is required; {works}")
     model_faults(options)
     costs = None if options.target is None else model_costs(options)
     schedule, stages = _asked(options, None if costs is None else costs.stages)
@@ -295,7 +307,7 @@ def _host(options: argparse.Namespace) -> Host | None:
 
 def _amount_of(text: str, options: argparse.Namespace, name: str = "budget") -> str | float:
     what = {"budget": "the budget", "host": "the memory of the host", "host-link": "the link to the host"}[name]
-    if options.target is not None:
+    if options.target is not None or options.model is not None:
         try:
             return with_unit(text)
         except Unusable as error:

@@ -98,15 +98,16 @@ def add_command(
 
 
 def add_schedule(
-    parser: argparse.ArgumentParser, name: Callable[[str], str], more: str = ""
+    parser: argparse.ArgumentParser, name: Callable[[str], str], more: str = "", *, required: bool = True
 ) -> argparse._ArgumentGroup:
     """The arguments that say which schedule: its ``name`` and counts, or a file. Return their group, for others.
 
     Args:
         more: what ``--schedule`` takes besides the names of schedules, for its help.
+        required: argparse asks for one of them. Default: True.
     """
     group = parser.add_argument_group("schedule")
-    which = group.add_mutually_exclusive_group(required=True)
+    which = group.add_mutually_exclusive_group(required=required)
     names = f"one of {', '.join(NAMES)}, or torch's name of it{more}"
     which.add_argument("--schedule", type=name, metavar="NAME", help=names)
     which.add_argument("--csv", type=Path, metavar="FILE", help="a schedule as torch.distributed.pipelining writes it")

@@ -66,9 +66,9 @@ class Target:
         return self.example if isinstance(self.example, tuple) else (self.example,)
 
 
-def built(place: str, command: str) -> Target:
-    """What the function at ``place`` returns."""
-    result = _called(place, _attribute_at(place), command)
+def built(place: str, command: str, *arguments: Any) -> Target:
+    """What the function at ``place`` returns for ``arguments``."""
+    result = _called(place, _attribute_at(place), command, arguments)
     what, *others = result if isinstance(result, tuple) and 2 <= len(result) <= 3 else (result,)
     listed = isinstance(what, (list, tuple)) or _is("nn.Sequential", what) or _is("nn.ModuleList", what)
     modules = list(what) if listed and len(what) and all(_is("nn.Module", module) for module in what) else None
@@ -118,12 +118,12 @@ def layers_at(place: str) -> Target:
     return replace(target, model=model)
 
 
-def stages_at(place: str) -> Callable[[], Any]:
+def stages_at(place: str, *arguments: Any) -> Callable[[], Any]:
     """What ``plan`` reads at ``place``: a function, looked up at once, that makes stages, the example and the loss."""
     _attribute_at(place)
 
     def build() -> Any:
-        target = built(place, "plan")
+        target = built(place, "plan", *arguments)
         if not target.has_example:
             what = target.model or target.modules
             raise _unfit(place, "plan", what, "the target returns no example of a micro-batch")
@@ -155,13 +155,13 @@ def _attribute_at(place: str) -> Any:
     return value
 
 
-def _called(place: str, function: Any, command: str) -> Any:
+def _called(place: str, function: Any, command: str, arguments: tuple[Any, ...]) -> Any:
     if _is("nn.Module", function):
         return function
     if not callable(function):
         raise _unfit(place, command, function, "the target is not a function")
     try:
-        return function()
+        return function(*arguments)
     except (Exception, SystemExit) as error:  # of the user's code
         if command == "plan" and type(error).__module__.startswith("torch"):
             raise  # it says that a value was asked for

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn, TypeAlias
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchckpt.costs.count import Counted, counted, repeated_children, watched
-from torchckpt.costs.operation import SecondsOf, kernels_of
+from torchckpt.costs.count import Counted, RegionSeen, counted, repeated_children
+from torchckpt.costs.operation import Ledger, kernels_of
 from torchckpt.costs.private import VALUES_ASKED, is_unallocated, sharded_kind, unallocated
 from torchckpt.errors import ArgumentError, CheckpointError, Fault
 from torchckpt.tensors import tensors_in
 
-__all__ = ["Build", "counted_chain"]
+__all__ = ["Build", "Counting", "counted_chain"]
 
 Build: TypeAlias = Callable[[], Any]
 """Returns the stages and the input of the first stage; optionally also a loss function of the last stage's output."""
@@ -43,46 +43,67 @@ class _Chain:
         return self.loss(outputs) if self.loss is not None and self.ends_with_loss(index) else outputs
 
 
-def counted_chain(
-    build: Build, seconds_of: SecondsOf, kernels: str, dtype: torch.dtype | None, optimizer_bytes: float | None
-) -> list[Counted]:
+@dataclass(frozen=True)
+class Counting:
+    """How a chain is counted."""
+
+    kernels: str
+    dtype: torch.dtype | None
+    optimizer_bytes: float | None
+    ledger: Callable[[], Ledger]
+    """Makes the ledger of a stage."""
+    mesh: Callable[[], AbstractContextManager[None]] | None = None
+    """What is entered around all for stages that are shares of larger ones; None where such stages are refused."""
+
+
+def counted_chain(build: Build, how: Counting) -> list[Counted]:
     """Count each stage, called with the output of the previous stage.
 
     Raises:
         ArgumentError: ``build`` raises or returns something else, or a stage does not run.
     """
-    with ExitStack() as stack:
-        stack.enter_context(_environment(kernels, dtype))
-        chain = stack.enter_context(_stand_ins(_checked(build)))
-        children = None if _has_regions(chain) else repeated_children(chain.stages)
-        counts: list[Counted] = []
-        inputs = chain.inputs
-        for index, stage in enumerate(chain.stages):
-            call = partial(chain.call, index, inputs)
-            blocks = None if children is None else [module for module in stage.modules() if module in set(children)]
-            with _explained(index, chain, inputs):
-                count, outputs = counted(stage, call, inputs, seconds_of, blocks, optimizer_bytes)
-            counts.append(count)
-            inputs = _handed_on(outputs)
-        return counts
+    with _environment(how):
+        with _stand_ins(_checked(build, how.mesh is not None)) as chain:
+            with suppress(RegionSeen):
+                return _counts(chain, how, repeated_children(chain.stages))
+            if how.mesh is None:
+                return _counts(chain, how, None)
+        # The forward that was interrupted leaves FSDP2 in the middle of a step, so the stages are made anew.
+        with _stand_ins(_checked(build, how.mesh is not None)) as chain:
+            return _counts(chain, how, None)
+
+
+def _counts(chain: _Chain, how: Counting, children: Sequence[nn.Module] | None) -> list[Counted]:
+    counts: list[Counted] = []
+    inputs = chain.inputs
+    for index, stage in enumerate(chain.stages):
+        call = partial(chain.call, index, inputs)
+        blocks = None if children is None else [module for module in stage.modules() if module in set(children)]
+        with _explained(index, chain, inputs):
+            count, outputs = counted(stage, call, inputs, how.ledger(), blocks, how.optimizer_bytes)
+        counts.append(count)
+        inputs = _handed_on(outputs)
+    return counts
 
 
 @contextmanager
-def _environment(kernels: str, dtype: torch.dtype | None) -> Iterator[None]:
+def _environment(how: Counting) -> Iterator[None]:
     before = torch.get_default_dtype()
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:  # operators inside a compiled module cannot be seen
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(unallocated())
-        stack.enter_context(kernels_of(kernels))
+        if how.mesh is not None:
+            stack.enter_context(how.mesh())
+        stack.enter_context(kernels_of(how.kernels))
         stack.enter_context(torch.enable_grad())
         stack.callback(torch.set_default_dtype, before)
-        if dtype is not None:
-            torch.set_default_dtype(dtype)
+        if how.dtype is not None:
+            torch.set_default_dtype(how.dtype)
         yield
 
 
-def _checked(build: Build) -> _Chain:
+def _checked(build: Build, is_sharded: bool) -> _Chain:
     if isinstance(build, nn.Module) or not callable(build):
         _refuse("the first argument is not a function that makes the stages", _kind(build))
     try:
@@ -103,19 +124,22 @@ def _checked(build: Build) -> _Chain:
         _refuse("the example that the function returns has no tensor", f"an example of {_kind(example)}")
     if loss is not None and not callable(loss):
         _refuse("the loss that the function returns is not callable", _kind(loss))
-    _refuse_sharded(stages, inputs)
+    _refuse_sharded(stages, inputs, is_sharded)
     return _Chain(list(stages), inputs, loss)
 
 
-def _refuse_sharded(stages: Sequence[nn.Module], inputs: tuple[Any, ...]) -> None:
-    """Refuse tensors that are shares of larger ones: what they take and what they compute would be counted wrong."""
+def _refuse_sharded(stages: Sequence[nn.Module], inputs: tuple[Any, ...], in_mesh: bool) -> None:
+    """Refuse shares that would be counted wrong: outside of a mesh all, in one those with memory and those of FSDP1."""
     values = [(f"stage {index}: {name or 'it'}", value) for index, stage in enumerate(stages)
               for name, value in (*stage.named_modules(), *stage.named_parameters(), *stage.named_buffers())]
     for place, value in [*values, *(("an input of the first stage", tensor) for tensor in tensors_in(inputs))]:
         kind = sharded_kind(value)
-        if kind is not None:
-            rule = "a tensor is sharded over ranks, and such tensors cannot be counted yet"
-            works = "the stages before fully_shard(), parallelize_module() or FullyShardedDataParallel()"
+        if kind is not None and not in_mesh:
+            works = "with fake_mesh(dp=2, tp=4) as mesh: pipeline_costs(lambda: stages(mesh), device)"
+            _refuse("a tensor is sharded over ranks, and no mesh was told", f"{place} is a {kind}", works=works)
+        if kind is not None and (isinstance(value, nn.Module) or not is_unallocated(value)):
+            rule = "a share of a larger tensor has memory, or is hidden by its module"
+            works = "fully_shard(), or parallelize_module(), of a model that the function makes on the CPU"
             _refuse(rule, f"{place} is a {kind}", works=works)
 
 
@@ -159,30 +183,12 @@ def _handed_on(outputs: Any) -> tuple[Any, ...]:
     )
 
 
-class _Seen(Exception):
-    """Raised at the first region."""
-
-
-def _has_regions(chain: _Chain) -> bool:
-    def seen(*_: Any) -> None:
-        raise _Seen
-
-    inputs = chain.inputs
-    try:
-        for index in range(len(chain.stages)):
-            with _explained(index, chain, inputs), watched(seen, seen):
-                inputs = _handed_on(chain.call(index, inputs))
-    except _Seen:
-        return True
-    return False
-
-
 @contextmanager
 def _explained(index: int, chain: _Chain, inputs: tuple[Any, ...]) -> Iterator[None]:
     """Add the stage and its inputs to an error that the user's code raises."""
     try:
         yield
-    except (CheckpointError, _Seen):
+    except (CheckpointError, RegionSeen):
         raise
     except VALUES_ASKED as error:
         rule = "a stage asks for the values of tensors, and what is planned must not depend on them"

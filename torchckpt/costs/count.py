@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -26,17 +27,20 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchckpt.costs.operation import AFTER, BEFORE, BOTH_GRADS, FORWARD, INPUT_GRAD, REPLAY, Ledger, SecondsOf
+from torchckpt.costs.collective import Collective
+from torchckpt.costs.operation import AFTER, BEFORE, BOTH_GRADS, FORWARD, INPUT_GRAD, REPLAY, Ledger, storages_in
+from torchckpt.costs.repeat import Repeats
+from torchckpt.modules import module_of
 from torchckpt.planning.work.block import Block
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.core.scope import Scope
 from torchckpt.regions.private import newest_node, number_of
 from torchckpt.regions.saved import storage_of
-from torchckpt.tensors import nodes_behind, tensors_in
+from torchckpt.tensors import inner_tensors, nodes_behind, tensors_in
 from torchckpt.typing import Function
 
-__all__ = ["Counted", "Part", "counted", "repeated_children", "static_of", "watched"]
+__all__ = ["Counted", "Part", "RegionSeen", "counted", "repeated_children", "static_of"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ class Part:
     If the block is recomputed before its gradient arrives, they are in memory beside its saved bytes."""
     changes_input: bool = False
     """Whether it changes an input in place. Then it cannot run again."""
+    collectives: tuple[Collective, ...] = ()
+    """What it tells other ranks, and hears of them; in a :func:`~torchckpt.costs.fake_mesh` alone."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,9 @@ class Counted:
     message_bytes: int
     """The bytes of the floating-point tensors that the stage is called with."""
     parameters: int
-    """The elements of its trained parameters."""
+    """The elements of its trained parameters, or of this rank's shares of them."""
+    gathered_bytes: int = 0
+    """The most that FSDP2 has gathered of parameters at once, with the buffers that it gathers into."""
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -75,8 +83,9 @@ class Counted:
 class _Forward:
     """Data about a stage, collected during its forward."""
 
-    def __init__(self, ledger: Ledger, static: Collection[StorageWeakRef]) -> None:
+    def __init__(self, ledger: Ledger, static: Mapping[StorageWeakRef, float]) -> None:
         self.ledger = ledger
+        self.repeats = Repeats()
         self.inputs: list[Tensor] = []  # inputs of blocks that need a gradient
         self.changing: set[int] = set()  # blocks that change what they are given
         self.boundaries: list[set[StorageWeakRef]] = []  # the inputs of each block
@@ -97,6 +106,20 @@ class _Forward:
         if any(tensor._version != version for tensor, version in self._versions):
             self.changing.add(self.ledger.part)
         self._turn(AFTER)
+
+    def run(self, function: Function, *args: Any, **kwargs: Any) -> Any:
+        """Call a block that was entered, unless another stands for it."""
+        part, module = self.ledger.part, module_of(function)
+        outputs = self.repeats.run(part, function, args, kwargs, self._stands)
+        if part in self.repeats.like and module is not None:
+            for storage in storages_in([*module.parameters(), *module.buffers()]):
+                self.ledger.use(storage)
+        return outputs
+
+    def _stands(self, part: int, outputs: Any) -> bool:
+        """Whether a block can stand for others: nobody else holds what it returned, and it left its inputs alone."""
+        held = self._saved[part] | self.boundaries[part] | self._static.keys()
+        return part not in self.changing and held.isdisjoint(storages_in(outputs))
 
     def pack(self, tensor: Tensor) -> Tensor:
         self._saved[self.ledger.part].update(self._met(tensor))
@@ -130,7 +153,8 @@ class _Forward:
         return sum(map(self._sizes.__getitem__, storages))
 
     def _met(self, tensor: Tensor) -> Iterable[StorageWeakRef]:
-        sizes = {storage: size for storage, size in storage_of(tensor).items() if storage not in self._static}
+        apart = self._static, self.ledger.gathered
+        sizes = {key: size for key, size in storage_of(tensor).items() if not any(key in keys for keys in apart)}
         self._sizes.update(sizes)
         return sizes
 
@@ -143,49 +167,65 @@ def counted(
     stage: nn.Module,
     call: Callable[[], Any],
     inputs: Any,
-    seconds_of: SecondsOf,
+    ledger: Ledger,
     children: Sequence[nn.Module] | None,
     optimizer_bytes: float | None,
 ) -> tuple[Counted, Any]:
     """Run ``call``, the forward of ``stage`` on ``inputs``, and its backwards. Returns the counts and the outputs.
 
     Args:
+        ledger: a new one, of the same kind for each stage.
         children: the modules whose calls are blocks; None where regions are.
         optimizer_bytes: see :func:`~torchckpt.costs.count.static_of`.
     """
-    static = static_of(stage, optimizer_bytes)
-    ledger = Ledger(seconds_of, static)
-    forward = _Forward(ledger, static)
+    ledger.watched = static_of(stage, optimizer_bytes)
+    forward = _Forward(ledger, ledger.watched)
     parameters = [parameter for parameter in stage.parameters() if parameter.requires_grad]
     with ledger:
-        blocks_watched = watched(forward.enter, forward.leave, children)
+        blocks_watched = _watched(forward.enter, forward.leave, forward.run, children)
         with saved_tensors_hooks(forward.pack, lambda tensor: tensor), blocks_watched, _phase(ledger, FORWARD):
             outputs = call()
         graded = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
         leaves = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
         for node in nodes_behind(graded):
             node.register_prehook(_turning(ledger, forward.part_of(node)))
-        _backward(ledger, INPUT_GRAD, graded, [*leaves, *forward.inputs])
-        _backward(ledger, BOTH_GRADS, graded, [*leaves, *forward.inputs, *parameters])
+        gradients = [torch.ones_like(output) for output in graded]
+        if graded:
+            with _phase(ledger, BOTH_GRADS):  # FSDP2 reduces what it finds in .grad
+                torch.autograd.backward(graded, gradients, retain_graph=True)
+        if graded and (inner := [*leaves, *forward.inputs]):
+            with _phase(ledger, INPUT_GRAD):
+                torch.autograd.grad(graded, inner, gradients, allow_unused=True)
+        static = static_of(stage, optimizer_bytes)  # the first forward of FSDP2 pads weights, the backward gradients
+        ledger.step(parameters)
+    for tensor in (*parameters, *leaves):
+        tensor.grad = None
     before, after, *blocks = _parts(forward, static)
-    message = sum(tensor.nbytes for tensor in tensors_in(inputs) if tensor.is_floating_point())
-    return Counted(before, tuple(blocks), after, message, sum(tensor.numel() for tensor in parameters)), outputs
+    shares = [share for tensor in tensors_in(inputs) for share in inner_tensors(tensor)]
+    message = sum(share.nbytes for share in shares if share.is_floating_point())
+    elements = sum(map(_elements, parameters))
+    return Counted(before, tuple(blocks), after, message, elements, ledger.gathered_bytes), outputs
 
 
-def _parts(forward: _Forward, static: Mapping[StorageWeakRef, float]) -> Iterator[Part]:
+def _parts(forward: _Forward, static: Mapping[StorageWeakRef, float]) -> Iterable[Part]:
     """What is before the blocks, what is after them, and the blocks."""
     ledger, amounts = forward.ledger, forward.bytes_of_parts()
     static_bytes: defaultdict[int, float] = defaultdict(float)
     for storage, size in static.items():
         static_bytes[ledger.users.get(storage, BEFORE)] += size
+    parts: dict[int, Part] = {}
     for part in (BEFORE, AFTER, *range(len(forward.boundaries))):
+        if part in forward.repeats.like:
+            parts[part] = parts[forward.repeats.like[part]]
+            continue
         phases = FORWARD, INPUT_GRAD, BOTH_GRADS, REPLAY
-        ahead, inner, both, replay = (ledger.seconds[phase, part] for phase in phases)
+        ahead, inner, both, replay = (max(ledger.seconds[phase, part], ledger.beside[phase, part]) for phase in phases)
         forward_flops, _, backward_flops, replay_flops = (ledger.flops[phase, part] for phase in phases)
         saved, boundary, unsaved = amounts[part]
         work = Block(ahead, inner, max(0.0, both - inner), replay, saved, boundary, static_bytes[part])
-        changes_input = part in forward.changing
-        yield Part(work, forward_flops, backward_flops, replay_flops, unsaved, changes_input)
+        flops, changes_input = (forward_flops, backward_flops, replay_flops), part in forward.changing
+        parts[part] = Part(work, *flops, unsaved, changes_input, ledger.collectives(part))
+    return parts.values()
 
 
 def _turning(ledger: Ledger, part: int) -> Callable[[Any], None]:
@@ -195,14 +235,6 @@ def _turning(ledger: Ledger, part: int) -> Callable[[Any], None]:
         ledger.part = part
 
     return turn
-
-
-def _backward(ledger: Ledger, phase: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    if not outputs or not inputs:
-        return
-    gradients = [torch.ones_like(output) for output in outputs]
-    with _phase(ledger, phase):
-        torch.autograd.grad(outputs, inputs, gradients, retain_graph=phase == INPUT_GRAD, allow_unused=True)
 
 
 @contextmanager
@@ -215,47 +247,59 @@ def _phase(ledger: Ledger, phase: str) -> Iterator[None]:
 
 
 _Enter: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], None]
+_Run: TypeAlias = Callable[..., Any]
+"""Calls its first argument, a block, with the others."""
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+class RegionSeen(Exception):
+    """Raised at the first region where blocks are children: the blocks of all stages are regions then."""
 
 
 class _Regions(Scope):
     """The scope of all regions of a stage. It tells when outermost ones start and end, and each keeps what it saves."""
 
-    def __init__(self, enter: _Enter, leave: Callable[[], None]) -> None:
+    def __init__(self, enter: _Enter, leave: Callable[[], None], run: _Run) -> None:
         super().__init__(keep=True)
-        self._enter, self._leave = enter, leave
+        self._enter, self._leave, self._run = enter, leave, run
         self._depth = 0
 
     def run(
         self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     ) -> tuple[Any, Frame | None]:
-        if not self._depth:
-            self._enter(args, kwargs)
+        if self._depth:
+            return super().run(function, args, kwargs, options)
+        self._enter(args, kwargs)
         self._depth += 1
-        outputs = super().run(function, args, kwargs, options)
+        outputs = super().run(partial(self._run, function), args, kwargs, options)
         self._depth -= 1
-        if not self._depth:
-            self._leave()
+        self._leave()
         return outputs
 
 
+def _seen(*_: Any) -> None:
+    raise RegionSeen
+
+
 @contextmanager
-def watched(enter: _Enter, leave: Callable[[], None], children: Sequence[nn.Module] | None = None) -> Iterator[None]:
-    """Inside this context, ``enter`` and ``leave`` are called around each block: each outermost region, or each call of
-    ``children``."""
+def _watched(
+    enter: _Enter, leave: Callable[[], None], run: _Run, children: Sequence[nn.Module] | None
+) -> Iterator[None]:
+    """Inside this context, ``enter`` and ``leave`` are called around each block, and ``run`` in its place: each
+    outermost region, or each call of ``children``."""
     with ExitStack() as stack:
-        if children is None:
-            stack.enter_context(_Regions(enter, leave).entered())
-        else:
-            stack.enter_context(Scope(keep=True).entered())
-            for child in children:
-                entering = child.register_forward_pre_hook(
-                    lambda _, args, kwargs: enter(args, kwargs), with_kwargs=True, prepend=True
-                )
-                leaving = child.register_forward_hook(lambda *_: leave())
-                stack.callback(entering.remove)
-                stack.callback(leaving.remove)
+        stack.enter_context(_Regions(enter if children is None else _seen, leave, run).entered())
+        for child in children or ():
+            entering = child.register_forward_pre_hook(
+                lambda _, args, kwargs: enter(args, kwargs), with_kwargs=True, prepend=True
+            )
+            leaving = child.register_forward_hook(lambda *_: leave())
+            stack.callback(entering.remove)
+            stack.callback(leaving.remove)
+            if "forward" not in vars(child):
+                child.forward = partial(run, child.forward)
+                stack.callback(vars(child).pop, "forward")
         yield
 
 
@@ -302,12 +346,28 @@ def static_of(stage: nn.Module, optimizer_bytes: float | None = None) -> dict[St
         optimizer_bytes: state of each trained element. Default: Adam's, 12 for one of two bytes, 8 for one of four.
     """
     sizes: dict[StorageWeakRef, float] = {}
+    gradients: set[StorageWeakRef] = set()
     for tensor in (*stage.parameters(), *stage.buffers()):
         state_bytes: float = _MOMENTS_BYTES + (_MASTER_BYTES if tensor.element_size() < 4 else 0)
         if optimizer_bytes is not None:
             state_bytes = optimizer_bytes
-        is_trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
-        added_bytes = tensor.numel() * (tensor.element_size() + state_bytes) if is_trained else 0
+        added_bytes = 0.0
+        if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+            added_bytes = _elements(tensor) * state_bytes + _gradient_bytes(tensor, gradients)
         for storage, size in storage_of(tensor).items():
             sizes[storage] = sizes.get(storage, size) + added_bytes  # several may be views of one storage
     return sizes
+
+
+def _elements(tensor: Tensor) -> int:
+    return sum(share.numel() for share in inner_tensors(tensor))
+
+
+def _gradient_bytes(parameter: nn.Parameter, counted: set[StorageWeakRef]) -> int:
+    """The bytes of the gradient, or of one of its dtype, without storages that were ``counted`` with another one's.
+    FSDP2 reduces the gradients of a module into one storage."""
+    if parameter.grad is None:
+        return _elements(parameter) * parameter.element_size()
+    sizes = {storage: size for storage, size in storage_of(parameter.grad).items() if storage not in counted}
+    counted.update(sizes)
+    return sum(sizes.values())

@@ -2,23 +2,24 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
+from torchckpt.costs.collective import Collective
 from torchckpt.costs.private import TorchDispatchMode, fused_attention, is_view
 from torchckpt.regions.saved import storage_of
 from torchckpt.tensors import flop_formula, tensors_in
 
 __all__ = [
     "AFTER", "BEFORE", "BOTH_GRADS", "FORWARD", "INPUT_GRAD", "KERNELS", "REPLAY", "Ledger", "SecondsOf", "cost_of",
-    "kernels_of",
+    "kernels_of", "storages_in",
 ]
 
 
@@ -28,7 +29,8 @@ def cost_of(operator: Any, args: Any, kwargs: Any, outputs: Any) -> tuple[int, i
     Torch's counter has the FLOPs of products and convolutions; other operators count none. Every tensor is read or
     written once; a view moves nothing.
     """
-    name, read, written = operator.overloadpacket, tensors_in((args, kwargs)), tensors_in(outputs)
+    name, read = operator.overloadpacket, tensors_in((args, {**kwargs, "out": None}))
+    written = tensors_in(outputs) or tensors_in(kwargs.get("out"))
     moved_bytes = 0 if is_view(operator) or str(name) in _IDLE else sum(map(_bytes, written))
     if moved_bytes:
         moved_bytes += min(sum(map(_bytes, read)), 2 * moved_bytes if str(name) in _PICKS else _EVERYTHING)
@@ -63,10 +65,16 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
     It has to be entered inside the mode whose tensors have no memory, so that it sees an operation first.
     """
 
-    def __init__(self, seconds_of: SecondsOf, watched: Collection[StorageWeakRef]) -> None:
+    def __init__(self, seconds_of: SecondsOf) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self._seconds_of = seconds_of
-        self._watched = watched
+        self.watched: Mapping[StorageWeakRef, float] = {}
+        """Storages of parameters and buffers, and their static bytes."""
+        self.gathered: set[StorageWeakRef] = set()
+        self.gathered_bytes = 0
+        """Storages of parameters that were gathered for a while, and the most that they took at once."""
+        self.beside: defaultdict[tuple[str, int], float] = defaultdict(float)
+        """The seconds of what runs beside the operators of each phase and part."""
         self.phase: str | None = None
         self.part = BEFORE
         self.seconds: defaultdict[tuple[str, int], float] = defaultdict(float)
@@ -75,7 +83,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
         self.makers: dict[StorageWeakRef, int] = {}
         """The part in which a storage was made."""
         self.users: dict[StorageWeakRef, int] = {}
-        """The first part that read each watched storage."""
+        """The part that read each storage: the first one that is not before the blocks, where FSDP2 pads all shares."""
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -93,17 +101,29 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
         self.seconds[REPLAY, self.part] = self.seconds[FORWARD, self.part]
         self.flops[REPLAY, self.part] = self.flops[FORWARD, self.part]
 
+    def use(self, storage: StorageWeakRef) -> None:
+        """Note that the part reads a storage."""
+        if self.users.get(storage, BEFORE) == BEFORE:
+            self.users[storage] = self.part
+
+    def collectives(self, part: int) -> tuple[Collective, ...]:
+        """Those of a part, each kind once with its count."""
+        return ()
+
+    def step(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Count what an optimizer communicates, whose gradients are there."""
+
     def _look(self, read: Any, written: Any) -> None:
-        for storage in _storages_in(read):
-            if storage in self._watched:
-                self.users.setdefault(storage, self.part)
-            else:
+        for storage in storages_in(read):
+            self.use(storage)
+            if storage not in self.watched:
                 self.makers.setdefault(storage, BEFORE)  # it was made before the stage
-        for storage in _storages_in(written):
+        for storage in storages_in(written):
             self.makers.setdefault(storage, self.part)
 
 
-def _storages_in(tree: Any) -> Iterator[StorageWeakRef]:
+def storages_in(tree: Any) -> Iterator[StorageWeakRef]:
+    """The storages of the tensors in ``tree``."""
     return (storage for tensor in tensors_in(tree) for storage in storage_of(tensor))
 
 
@@ -164,10 +184,9 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, shape: tuple[int, ...], weight: Tensor | None) -> Tensor:
-        outputs = torch.native_layer_norm(input, shape, weight, None, 1e-5)[0]
-        rows = input.shape[: input.dim() - len(shape)]
+        outputs, _, scale = torch.native_layer_norm(input, shape, weight, None, 1e-5)
         kind = torch.float64 if input.dtype == torch.float64 else torch.float32
-        scale = torch.empty((*rows, *(1 for _ in shape)), dtype=kind)
+        scale = torch.empty_like(scale, dtype=kind)  # like it, since a rank may have a share of the rows
         ctx.shape = shape
         ctx.save_for_backward(input, weight, scale)
         return outputs

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeGuard
 
 import torch
 
-from torchckpt.costs.chain import Build, counted_chain
+from torchckpt.costs.chain import Build, Counting, counted_chain
 from torchckpt.costs.count import Counted, Part
-from torchckpt.costs.operation import KERNELS
+from torchckpt.costs.mesh import LAYOUT, Layout
+from torchckpt.costs.operation import KERNELS, Ledger, SecondsOf
 from torchckpt.errors import Fault, called, check, raise_fault
 from torchckpt.planning.device import Device, device_named
 from torchckpt.planning.draw.units import aligned
@@ -68,7 +70,20 @@ class PipelineCosts:
         head = f"{self.device.name}: {self.efficiency:.0%} of its peak, link {self.link.bandwidth / 1e9:.4g} GB/s"
         size = self.optimizer_bytes
         state = "Adam's state" if size is None else f"{size:g} bytes of state a parameter"
-        return f"{head}; of one micro-batch:\n\n{aligned(rows)}\n\nstatic: weights, their gradients, {state}"
+        gathered = ", what is gathered at once" if any(counted.gathered_bytes for counted in self.counted) else ""
+        static = f"static: weights, their gradients, {state}{gathered}"
+        return f"{head}; of one micro-batch:\n\n{aligned(rows)}\n\n{static}{self._collectives()}"
+
+    def _collectives(self) -> str:
+        """The collectives of the first block that has any, as a table."""
+        blocks = (part.collectives for counted in self.counted for part in counted.blocks if part.collectives)
+        rows = [
+            (each.phase, each.kind, f"{each.dimension} ({each.ranks})", f"{each.bytes / 1e6:.4g} MB", str(each.count))
+            for each in next(blocks, ())
+        ]
+        if not rows:
+            return ""
+        return f"\n\n{aligned([('a block', 'collective', 'over', 'bytes', 'times'), *rows])}"
 
 
 @called("pipeline_costs()")
@@ -83,6 +98,12 @@ def pipeline_costs(
     kernels: str = "accelerator",
 ) -> PipelineCosts:
     """Count the seconds and bytes of the stages that ``build`` makes, without running them on a device.
+
+    Inside of :func:`~torchckpt.costs.fake_mesh` the stages may be parallelized: tensor, sequence, context and expert
+    parallelism, FSDP2. Then counts are those of one rank, with its collectives, and ``static_bytes`` has what FSDP2
+    gathers at once. A collective takes seconds by the device's ``network``. The block waits for it, but FSDP2's run
+    beside the block's work, as they are started ahead: of them the block waits for what exceeds this work. ``build`` is
+    called twice there if blocks are regions.
 
     >>> def stages():
     ...     first, second = (nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))) for _ in range(2))
@@ -119,7 +140,9 @@ def pipeline_costs(
         kind = "tf32" if dtype == "tf32" and kind == "float32" else kind
         return machine.seconds(flops, moved_bytes, kind, efficiency)
 
-    chain = counted_chain(build, seconds_of, kernels, None if dtype is None else _DTYPES[dtype], optimizer_bytes)
+    default = None if dtype is None else _DTYPES[dtype]
+    how, layout = Counting(kernels, default, optimizer_bytes, partial(Ledger, seconds_of)), LAYOUT.get()
+    chain = counted_chain(build, how if layout is None else _in_mesh(how, layout, machine, seconds_of))
     stages = tuple(_stage(*pair) for pair in enumerate(chain))
     if not any(stage.blocks for stage in stages):
         rule = "no stage has blocks: regions, or children of an nn.ModuleList or nn.Sequential that repeat"
@@ -128,13 +151,25 @@ def pipeline_costs(
     return PipelineCosts(machine, efficiency, stages, tuple(chain), Link(bandwidth=bandwidth), optimizer_bytes)
 
 
+def _in_mesh(how: Counting, layout: Layout, device: Device, seconds_of: SecondsOf) -> Counting:
+    """``how`` for stages that their code has parallelized over the ranks of ``layout``."""
+    from torchckpt.costs.parallel import ParallelLedger
+    from torchckpt.costs.private.mesh import without_values
+
+    node_devices = 1 if device.network is None else device.network.node_devices
+    ledger = partial(ParallelLedger, seconds_of, layout, device)
+    return replace(how, ledger=ledger, mesh=partial(without_values, node_devices))
+
+
 def _stage(index: int, counted: Counted) -> Stage:
-    """The planner's stage. A part that has no backward, saves nothing, or changes its input in place is not a block."""
+    """The planner's stage. A part that has no backward, saves nothing, or changes its input in place is not a block.
+    What FSDP2 gathers at once is there at any time, and counts as static."""
     blocks = list(counted.blocks)
     first = next((place for place, part in enumerate(blocks) if _is_block(part)), len(blocks))
+    before = _fixed([counted.before, *blocks[:first]])
     return Stage(
         tuple(_block(part) for part in blocks if _is_block(part)),
-        _fixed([counted.before, *blocks[:first]]),
+        replace(before, static_bytes=before.static_bytes + counted.gathered_bytes),
         _fixed([*(part for part in blocks[first:] if not _is_block(part)), counted.after]),
         float(counted.message_bytes) if index else 0.0,
     )

@@ -6,7 +6,52 @@ from dataclasses import dataclass
 
 from torchckpt.errors import Fault, called, raise_fault
 
-__all__ = ["DEVICES", "Device", "device_named"]
+__all__ = ["DEVICES", "Device", "Network", "device_named"]
+
+
+@dataclass(frozen=True)
+class Network:
+    """What ranks communicate over: links inside of a node, and links between nodes."""
+
+    node_devices: int
+    """The devices of a node."""
+    bytes_per_second: float
+    """What a device sends inside of a node, in one direction, while all communicate."""
+    outer_bytes_per_second: float
+    """What a device sends to other nodes, in one direction, by a link of its own."""
+    latency_seconds: float
+    """Of one hop inside of a node; ``outer_latency_seconds`` between nodes."""
+    outer_latency_seconds: float
+    start_seconds: float
+    """Of any collective, however small."""
+    source: str
+
+    def seconds(self, kind: str, size: float, ranks: int, on_node: int) -> float:
+        """Seconds of a collective by a ring, or straight to each rank (``all_to_all``, ``permute``).
+
+        A ring has ``ranks - 1`` hops, one of them from node to node for each node but one, and passes on all bytes but
+        those of one rank. It leaves a node by the links of its ranks there. An all-reduce goes round twice. Latency and
+        bandwidth are added (Hockney, 1994; bytes and hops as Thakur, Rabenseifner and Gropp, 2005, have them).
+
+        >>> network = device_named("h100").network
+        >>> round(network.seconds("all_gather", size=134217728, ranks=8, on_node=8) * 1e6, 1)
+        348.9
+
+        Args:
+            kind, size, ranks: as in ``torchckpt.costs.Collective``; ``on_node`` are the ranks of the group in one node.
+        """
+        if ranks == 1:
+            return 0.0
+        away, nodes = ranks - on_node, -(-ranks // on_node)
+        if kind in ("all_to_all", "permute"):
+            hops = self.outer_latency_seconds if away else self.latency_seconds
+            inner, outer = (on_node - 1, away) if kind == "all_to_all" else (ranks * (not away), ranks * (away > 0))
+            moving = max(inner / self.bytes_per_second, outer / self.outer_bytes_per_second) * size / ranks
+            return self.start_seconds + hops + moving
+        hops = (ranks - nodes) * self.latency_seconds + (nodes - 1) * self.outer_latency_seconds
+        speed = min(self.bytes_per_second, on_node * self.outer_bytes_per_second) if away else self.bytes_per_second
+        share = 1.0 if kind == "broadcast" else (ranks - 1) / ranks
+        return self.start_seconds + (2 if kind == "all_reduce" else 1) * (hops + share * size / speed)
 
 
 @dataclass(frozen=True)
@@ -22,6 +67,8 @@ class Device:
     """Bandwidth to one neighbour in the same node, in one direction."""
     memory_bytes: float
     source: str
+    network: Network | None = None
+    """What collectives take. None: unknown, and stages that communicate cannot be counted."""
 
     def seconds(self, flops: float, moved_bytes: float, dtype: str, efficiency: float = 1.0) -> float:
         """Seconds of an operation: the larger of its compute time and its memory time (the roofline model of Williams
@@ -43,31 +90,50 @@ def _peaks(half: float, tf32: float, single: float, double: float) -> dict[str, 
     return {dtype: value * 1e12 for dtype, value in named.items()}
 
 
+_NCCL = "latencies: NCCL, src/graph/tuning.cc (ring, Simple); bandwidth inside: its src/graph/topo.h"
+
+
+def _nvidia(nvlink: float, links: int, outer: float, system: str) -> Network:
+    """A node of eight by what NCCL takes a link of NVLink for, and a network by its data sheet, in GB/s."""
+    source = f"{_NCCL}, {nvlink:g} GB/s of each of {links} links; between nodes: data sheet of {system}"
+    return Network(8, nvlink * links * 1e9, outer * 1e9, 3.4e-6, 14e-6, 8.4e-6, source)
+
+
+_INFINITY = Network(
+    8, 7 * 48e9, 50e9, 3.6e-6, 15.1e-6, 17e-6,
+    "latencies: RCCL, src/graph/tuning.cc (tuning_model_0, ring, Simple); inside: AMD, Understanding RCCL Bandwidth "
+    "and xGMI Performance on AMD Instinct MI300X (48 GB/s of each of 7 links); between nodes: 400 Gb/s a device",
+)  # fmt: skip
 DEVICES = {
     device.name: device
     for device in (
         Device(
             "a100", _peaks(312, 156, 19.5, 19.5), 2.039e12, 300e9, 80e9,
             "NVIDIA A100 Tensor Core GPU, data sheet (A100 80GB SXM; NVLink 600 GB/s of both directions)",
+            _nvidia(20, 12, 25, "DGX A100"),
         ),
         Device(
             "h100", _peaks(989.4, 494.7, 66.9, 66.9), 3.35e12, 450e9, 80e9,
             "NVIDIA H100 Tensor Core GPU, data sheet and architecture white paper (H100 SXM5, without sparsity; NVLink "
             "900 GB/s of both directions)",
+            _nvidia(20.6, 18, 50, "DGX H100"),
         ),
         Device(
             "h200", _peaks(989.4, 494.7, 66.9, 66.9), 4.8e12, 450e9, 141e9,
             "NVIDIA H200 Tensor Core GPU, data sheet (H200 SXM, without sparsity; NVLink 900 GB/s of both directions)",
+            _nvidia(20.6, 18, 50, "DGX H200"),
         ),
         Device(
             "b200", _peaks(2250, 1100, 80, 40), 8e12, 900e9, 180e9,
             "NVIDIA Blackwell Architecture Technical Brief and DGX B200 data sheet (HGX B200 at 1000 W, without "
             "sparsity; NVLink 1.8 TB/s of both directions; 1,440 GB of eight)",
+            _nvidia(40.1, 18, 50, "DGX B200"),
         ),
         Device(
             "mi300x", _peaks(1307.4, 653.7, 163.4, 163.4), 5.3e12, 64e9, 192e9,
             "AMD Instinct MI300X Accelerator, data sheet (without sparsity; one Infinity Fabric link to each "
             "neighbour, 128 GB/s of both directions)",
+            _INFINITY,
         ),
     )
 }  # fmt: skip

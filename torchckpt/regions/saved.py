@@ -10,6 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchckpt.regions.private import look_through
+from torchckpt.tensors import inner_tensors
 
 __all__ = ["SavedBytes", "bytes_of", "saved_bytes", "storage_of"]
 
@@ -60,7 +61,10 @@ def bytes_of(tensors: Iterable[Tensor], but: Iterable[Tensor] = ()) -> int:
 
 
 def storage_of(tensor: Tensor) -> dict[StorageWeakRef, int]:
-    """The storage of ``tensor`` and its bytes; empty for a sparse tensor, which has no storage."""
+    """The storage of ``tensor`` and its bytes; empty for a sparse tensor, which has no storage. A tensor that wraps
+    others, such as a DTensor, has theirs: what this rank holds."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        return {key: size for inner in inner_tensors(tensor) for key, size in storage_of(inner).items()}
     if tensor.layout != torch.strided:
         return {}
     storage = tensor.untyped_storage()

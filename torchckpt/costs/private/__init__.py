@@ -1,4 +1,7 @@
-"""Private: every private name of torch that ``torchckpt.costs`` uses, in one place."""
+"""Private: every private name of torch that ``torchckpt.costs`` uses, in one place.
+
+    mesh              a mesh whose other ranks are not there: what torch lacks for it
+"""
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
@@ -15,9 +18,11 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode  # what sees every operator; no public form
 
 from torchckpt.modules import imported
+from torchckpt.tensors import inner_tensors
 
 __all__ = [
-    "VALUES_ASKED", "TorchDispatchMode", "fused_attention", "is_unallocated", "is_view", "sharded_kind", "unallocated",
+    "VALUES_ASKED", "TorchDispatchMode", "fused_attention", "gathering_of", "is_unallocated", "is_view", "sharded_kind",
+    "unallocated",
 ]
 
 VALUES_ASKED = (DataDependentOutputException, DynamicOutputShapeException)
@@ -47,12 +52,19 @@ def unallocated() -> AbstractContextManager[Any]:
 
 def is_unallocated(tensor: Tensor) -> bool:
     """Whether ``tensor`` has no memory and is on the CPU, where operators choose the kernels of a real device."""
-    return isinstance(tensor, FakeTensor) and tensor.device.type == "cpu"
+    return tensor.device.type == "cpu" and all(isinstance(inner, FakeTensor) for inner in inner_tensors(tensor))
 
 
 def sharded_kind(value: object) -> str | None:
     """How a tensor or a module is sharded, in words; None if it is not."""
     return next((kind for module, name, kind in _SHARDED if isinstance(value, imported(module, name))), None)
+
+
+def gathering_of(state: object) -> str:
+    """In which dtypes a module under FSDP2 gathers, and whether it does so in the backward, too."""
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    names = "mp_policy", "_mp_policy", "post_forward_mesh_info"
+    return str([getattr(group, name, None) for group in groups for name in names])
 
 
 def is_view(operator: Any) -> bool:

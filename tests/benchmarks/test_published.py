@@ -1,0 +1,105 @@
+"""Published runs: the figures of the accuracy page are those that the script prints, and rows say why they fail."""
+from __future__ import annotations
+
+import json
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks.published import fit, pairs, predict, runs
+from tests.scripts import ROOT
+
+HERE = ROOT / "benchmarks" / "published"
+PAGE = (ROOT / "docs" / "accuracy.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return runs.read_runs(HERE / "rows.json")
+
+
+@pytest.fixture(scope="module")
+def printed(rows):
+    return "\n".join(predict.report(rows))
+
+
+def shares(errors):
+    return [abs(error.share) * 100 for error in errors]
+
+
+def test_step_times(rows):
+    errors = predict.times(rows, predict.KINDS[0])
+    assert len(errors) == 228
+    assert predict.median(shares(errors)) < 6
+    assert predict.quantile(shares(errors), 0.9) < 18
+    sources = {error.run.source_name for error in errors}
+    for source in sources:
+        chosen = shares(error for error in errors if error.run.source_name == source)
+        assert len(chosen) < 5 or predict.median(chosen) < 12, source
+
+
+def test_memory(rows):
+    errors = predict.memories(rows)
+    tight = shares(error for error in errors if error.run.source_name in ("zb", "vocabpp"))
+    assert len(tight) == 68
+    assert predict.median(tight) < 3
+    assert predict.quantile(tight, 0.9) < 6
+    assert re.search(r"within 0.95 to 1.35: 31 of 36", "\n".join(predict.report(rows)))
+
+
+def test_pairs(rows):
+    named = pairs.pairs_of(rows)
+    for name, count, middle, most in (
+        ("full against selective or none", 13, 4, 7), ("schedule against 1F1B", 50, 2, 5),
+    ):  # fmt: skip
+        points = [abs(pair.predicted - pair.measured) * 100 for pair in named[name]]
+        assert len(points) == count
+        assert predict.median(points) < middle
+        assert predict.quantile(points, 0.9) < most
+    alike = named["TP against PP, same DP and micro-batch"]
+    assert sum(pair.sign_is_right for pair in alike) >= 9
+
+
+def test_the_page_has_the_figures_that_are_printed(printed):
+    """Each line of the page's block is one that the script prints."""
+    block = re.search(r"```text\n(.*?)```", PAGE, re.DOTALL)[1]
+    lines = [line for line in block.splitlines() if line.strip()]
+    assert len(lines) > 40
+    assert [line for line in lines if line not in printed.splitlines()] == []
+
+
+def test_rows_that_cannot_be_predicted_say_why_and_count(printed, rows):
+    assert "micro batch is not printed" in printed
+    bare = runs.Run({**rows[0].row, "layers": None})
+    assert bare.reason(timed=True) == "layers is not printed"
+    odd = runs.Run({**rows[0].row, "pp": 4, "gpus": 32, "schedule": "interleaved_1f1b", "microbatches_per_step": 9})
+    assert "do not divide into m // ranks rounds" in odd.reason(timed=True)
+    assert runs.Run({**rows[0].row, "gpu": "TPU v5"}).reason(timed=True) == "no data sheet of TPU v5"
+
+
+def test_a_file_of_the_same_form(tmp_path, rows, capsys):
+    few = tmp_path / "rows.json"
+    few.write_text("\n".join(json.dumps(run.row) for run in rows[:6]))
+    picture, numbers = tmp_path / "a.svg", tmp_path / "a.json"
+    predict.main(["--rows", str(few), "--svg", str(picture), "--json", str(numbers)])
+    assert capsys.readouterr().out.startswith("6 rows of rows.json")
+    assert ElementTree.fromstring(picture.read_text()).tag.endswith("svg")
+    assert json.loads(numbers.read_text())
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"), [("[{", "cannot read the rows: "), ('{"id": "a"}', "a row has no series; received: row 0")]
+)
+def test_a_file_that_has_no_rows(text, wrong, tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text(text)
+    with pytest.raises(SystemExit, match=re.escape(wrong) + ".*works: --rows "):
+        predict.main(["--rows", str(path)])
+
+
+def test_the_fit_moves_all_rates(rows):
+    chosen = [error.run for error in predict.times(rows, predict.KINDS[0]) if error.run.source_name == "korth"]
+    priors = fit.np.log(list(fit.PRIORS.values()))
+    values = fit.fitted(chosen, priors, 1)
+    assert abs(fit.errors_of(chosen, values)).mean() < abs(fit.errors_of(chosen, priors)).mean()

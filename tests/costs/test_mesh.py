@@ -1,0 +1,215 @@
+"""Meshes that are not there: what they stand in for, what they cost, and what is refused."""
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.distributed.ranks import one_rank
+from tests.settings import with_gloo
+from torchckpt import ArgumentError, checkpoint
+from torchckpt.costs import Collective, fake_mesh, pipeline_costs
+from torchckpt.costs.mesh import Layout
+from torchckpt.planning.device import Network, device_named
+
+pytestmark = with_gloo
+
+
+class Tells(nn.Module):
+    """A block that does ``talk`` between two products."""
+
+    def __init__(self, talk, width=8) -> None:
+        super().__init__()
+        self.first, self.second, self.talk = nn.Linear(width, width), nn.Linear(width, width), talk
+
+    def forward(self, x):
+        return self.second(self.talk(self.first(x)).sin())
+
+
+def of_blocks(talk, width=8):
+    return lambda: ([nn.Sequential(*(Tells(talk, width) for _ in range(2)))], torch.randn(4, width))
+
+
+def reduced(group):
+    from torch.distributed._functional_collectives import all_reduce
+
+    return lambda x: all_reduce(x, "sum", group)
+
+
+def test_groups_are_dimensions_and_their_products():
+    layout = Layout({"pp": 2, "dp": 2, "tp": 3}, 7)
+    assert layout.dimension_of((6, 7, 8)) == "tp"
+    assert layout.dimension_of((10, 7)) == "dp"
+    assert layout.dimension_of((1, 7)) == "pp"
+    assert layout.dimension_of((6, 7, 8, 9, 10, 11)) == "dp_tp"
+    assert layout.dimension_of((1, 4, 7, 10)) == "pp_dp"
+    assert Layout({"dp": 1, "tp": 2}, 0).dimension_of((0,)) == "dp"
+
+
+def test_nothing_stays_behind():
+    from torch.distributed.tensor import placement_types
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    before = sys.excepthook, placement_types.shard_dim_alltoall, ShardingPropagator._propagate_tensor_meta_non_cached
+    for sizes in ({"dp": 2, "tp": 2}, {"tp": 8}):
+        with fake_mesh(**sizes, rank=1) as mesh:
+            assert (dist.get_rank(), mesh.mesh_dim_names) == (1, tuple(sizes))
+        assert not dist.is_initialized()
+    after = sys.excepthook, placement_types.shard_dim_alltoall, ShardingPropagator._propagate_tensor_meta_non_cached
+    assert after == before
+
+
+BAD = [
+    ({}, "the sizes of a mesh are not whole numbers above 0, by the name of its dimension\n  received: no dimension"),
+    ({"tp": 0}, "received: tp=0"),
+    ({"tp": 2.0, "dp": 2}, "received: tp=2.0"),
+    ({"tp": 2, "rank": 2}, "rank is not below 2, the number of ranks of the mesh\n  received: rank=2"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "message"), BAD)
+def test_bad_sizes(sizes, message):
+    with pytest.raises(ArgumentError) as caught, fake_mesh(**sizes):
+        pass
+    assert message in str(caught.value)
+
+
+def test_a_process_with_ranks_of_its_own():
+    rule = r"fake_mesh\(\): this process has a process group already\n  received: one of 1 ranks, backend gloo"
+    with one_rank(), pytest.raises(ArgumentError, match=rule), fake_mesh(tp=2):
+        pass
+
+
+def test_a_group_that_is_no_dimension():
+    with fake_mesh(dp=2, tp=2), pytest.raises(ArgumentError) as caught:
+        pipeline_costs(of_blocks(reduced(dist.new_group([0, 3]))), "h100")
+    assert "group of ranks that is no dimension of the mesh, and no product of dimensions" in str(caught.value)
+    assert "received: the ranks (0, 3), as rank 0 of dp=2, tp=2" in str(caught.value)
+
+
+def test_a_device_without_a_network():
+    with fake_mesh(tp=2) as mesh, pytest.raises(ArgumentError) as caught:
+        pipeline_costs(of_blocks(reduced(mesh.get_group("tp"))), replace(device_named("h100"), network=None))
+    rule = "the stages communicate, and the device has no network"
+    assert f"{rule}\n  received: all_reduce over 'tp' on h100" in str(caught.value)
+
+
+def test_shares_that_have_memory():
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    with fake_mesh(tp=2) as mesh:
+        made = nn.Sequential(Tells(torch.sin), Tells(torch.sin))
+        parallelize_module(made[1], mesh["tp"], {"first": ColwiseParallel()})
+        with pytest.raises(ArgumentError, match=r"a share of a larger tensor has memory(.|\n)*0: 1.first.weight is"):
+            pipeline_costs(lambda: ([made], torch.randn(4, 8)), "h100")
+
+
+def test_fsdp1_hides_its_shares():
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    with fake_mesh(dp=2):
+        made = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
+        with pytest.raises(ArgumentError, match=r"or is hidden by its module\n  received: stage 0: it is a Fully"):
+            pipeline_costs(lambda: ([made], torch.randn(4, 8)), "h100")
+
+
+SLOW = replace(device_named("h100"), network=Network(8, 1e3, 1e3, 0.0, 0.0, 0.25, "made up"))
+"""4 x 8 float32 numbers take 0.378 s of an all-reduce of 2 ranks."""
+
+
+def test_a_block_waits_for_a_collective():
+    with fake_mesh(tp=2) as mesh:
+        told = pipeline_costs(of_blocks(reduced(mesh.get_group("tp"))), SLOW)
+        plain = pipeline_costs(of_blocks(lambda x: x), SLOW)
+    block, without = told.stages[0].blocks[1], plain.stages[0].blocks[1]
+    assert block.forward_seconds == pytest.approx(without.forward_seconds + 0.25 + 128e-3)
+    assert block.recompute_seconds == pytest.approx(without.recompute_seconds + 0.25 + 128e-3)
+    assert block.input_grad_seconds == pytest.approx(without.input_grad_seconds + 0.25 + 128e-3)
+    assert block.weight_grad_seconds == pytest.approx(without.weight_grad_seconds)
+    phases = ("forward", "backward", "replay")
+    expected = tuple(Collective("all_reduce", 128, 2, "tp", phase, 1) for phase in phases)
+    assert told.counted[0].blocks[1].collectives == expected
+
+
+def sharded(width, mesh, **options):
+    from torch.distributed.fsdp import fully_shard
+
+    def build():
+        (stage,), x = of_blocks(torch.sin, width)()
+        for block in stage:
+            fully_shard(block, mesh=mesh, **options)
+        return [fully_shard(stage, mesh=mesh, **options)], x.requires_grad_()
+
+    return build
+
+
+def test_what_fsdp_gathers_runs_beside_the_block():
+    fast = replace(device_named("h100"), network=Network(8, 1e18, 1e18, 0.0, 0.0, 0.0, "made up"))
+    with fake_mesh(dp=2) as mesh:
+        hidden, waited = (pipeline_costs(sharded(8, mesh), device).stages[0].blocks[0] for device in (fast, SLOW))
+    gather = 0.25 + 2 * (8 * 8 + 8) * 4 / 2 / 1e3
+    assert waited.forward_seconds == gather  # in place of the work, which is hidden
+    assert waited.input_grad_seconds + waited.weight_grad_seconds == 2 * gather
+    assert waited.recompute_seconds == pytest.approx(hidden.recompute_seconds)  # gathered already
+
+
+def collectives(build):
+    parts = pipeline_costs(build, "h100").counted[0].parts
+    return sorted((c.phase, c.kind, c.dimension, c.count) for part in parts for c in part.collectives)
+
+
+def test_hybrid_shards_reduce_over_copies():
+    with fake_mesh(copies=2, dp=2) as mesh:
+        assert collectives(sharded(8, mesh)) == [
+            ("backward", "all_gather", "dp", 1), ("backward", "all_gather", "dp", 1),
+            ("backward", "all_reduce", "copies", 1), ("backward", "all_reduce", "copies", 1),
+            ("backward", "reduce_scatter", "dp", 1), ("backward", "reduce_scatter", "dp", 1),
+            ("forward", "all_gather", "dp", 1), ("forward", "all_gather", "dp", 1),
+        ]  # fmt: skip
+
+
+def test_a_mesh_that_torch_makes_of_the_mesh():
+    """FSDP2 splits the dimension in two, and reads the numbers of the ranks."""
+    with fake_mesh(node=2, dp=2) as mesh:
+        flat = mesh["node", "dp"]._flatten("all")
+        counted = collectives(sharded(8, flat, reshard_after_forward=2))
+    assert counted.count(("backward", "all_gather", "dp", 1)) == 2
+    assert counted.count(("forward", "all_gather", "node_dp", 1)) == 2
+
+
+def test_shards_move_as_on_an_accelerator():
+    from torch.distributed.tensor import DTensor, Shard
+
+    class Turns(nn.Linear):
+        def forward(self, x):
+            rows = DTensor.from_local(super().forward(x), mesh["tp"], [Shard(0)])
+            return rows.redistribute(placements=[Shard(1)]).to_local().sin()
+
+    class Region(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Turns(8, 8)
+
+        def forward(self, x):
+            return checkpoint(self.inner, x)
+
+    with fake_mesh(tp=2) as mesh:
+        (block,) = pipeline_costs(lambda: ([Region()], torch.randn(4, 8)), "h100").counted[0].blocks
+    assert [each.kind for each in block.collectives] == ["all_to_all"] * 3
+
+
+def test_kernels_of_an_accelerator():
+    """Attention and norms there have strategies of DTensor, too."""
+    from tests.costs.parallel_models import Way, built
+
+    way = Way("fsdp tp sp", {"dp": 2, "tp": 2}, blocks=2)
+    with fake_mesh(**way.mesh) as mesh:
+        names = ("accelerator", "cpu")
+        there, here = (pipeline_costs(lambda: built(way, mesh), "h100", kernels=name) for name in names)
+    ours, theirs = there.counted[0].blocks[0], here.counted[0].blocks[0]
+    assert ours.collectives == theirs.collectives
+    assert ours.work.saved_bytes < theirs.work.saved_bytes

@@ -1,0 +1,115 @@
+"""A job: its stages, its step, what each rank holds."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from torchckpt.jobs import MACHINES, MODELS, Job, Layout, Model, Software, memory_of
+from torchckpt.planning.work.choice import State
+
+SMALL = Model("small", layers=8, hidden=1024, heads=8, ffn=4096, vocab=32000)
+H100 = MACHINES["h100"]
+
+
+def job(model=SMALL, **changes):
+    values = {"sequence": 2048, "gpus": 4, "pp": 4, "global_batch": 16, **changes}
+    return Job(model, Layout(**values), H100)
+
+
+def test_stages_have_the_layers_in_order():
+    assert job().layers == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert job(pp=2, gpus=2, schedule="interleaved_1f1b", chunks=2).layers == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [len(stage) for stage in job(replace(SMALL, layers=10)).layers] == [2, 3, 3, 2]
+    assert [len(stage) for stage in job(replace(SMALL, layers=9)).layers] == [3, 2, 2, 2]
+
+
+def test_layers_leave_the_stage_of_the_head_until_none_has_more_flops():
+    big = replace(SMALL, vocab=128000, layers=16)
+    assert [len(stage) for stage in job(big).layers] == [4, 4, 4, 4]
+    assert [len(stage) for stage in job(big, head="balanced").layers] == [5, 5, 6, 0]
+
+
+def test_a_step_of_1f1b_without_a_head_and_messages():
+    """(m + p - 1) times the work of a stage, as all are alike, and what happens once."""
+    alike = replace(SMALL, vocab=8)
+    whole = job(alike)
+    stage = whole.stages[1]
+    work = stage.forward_seconds + stage.input_grad_seconds + stage.weight_grad_seconds
+    assert whole.step_seconds - whole.once_seconds == pytest.approx((16 + 3) * work, rel=0.02)
+    layers = sum(each.forward_seconds + each.input_grad_seconds + each.weight_grad_seconds for each in stage.blocks)
+    one = job(alike, pp=1, gpus=1)
+    assert one.step_seconds - one.once_seconds == pytest.approx(16 * 4 * layers, rel=0.01)
+
+
+def test_what_is_recomputed():
+    assert job().choices == {}
+    full = job(recompute="full")
+    assert set(full.choices.values()) == {next(iter(full.choices.values()))}
+    assert len(full.choices[0, 0].blocks(State.LATE)) == 2
+    half = job(recompute="full", recomputed_share=0.5)
+    assert len(half.choices[3, 15].blocks(State.LATE)) == 1
+    assert job().step_seconds < half.step_seconds < full.step_seconds
+    assert max(job().step.peak_bytes) > max(half.step.peak_bytes) > max(full.step.peak_bytes)
+
+
+def test_schedules_that_split_backwards_are_shorter():
+    steps = [job(schedule=name).step_seconds for name in ("1f1b", "zero_bubble", "zb-2p")]
+    assert steps == sorted(steps, reverse=True)
+    assert steps[0] > 1.04 * steps[2]
+
+
+def test_a_head_that_is_split_over_the_stages():
+    big = replace(SMALL, vocab=128000)
+    split = job(big, head="split", ahead=2)
+    assert split.step_seconds < 0.8 * job(big).step_seconds
+    assert len({stage.after.forward_seconds for stage in split.stages}) == 1
+    assert sum(map(split.loss_bytes, range(4))) == sum(map(job(big).loss_bytes, range(4)))
+    assert split.step.peak_bytes[0] > job(big).step.peak_bytes[0]
+
+
+@pytest.mark.parametrize(
+    ("state", "bytes_of_parameter"), [("none", (2, 4, 12)), ("zero1", (2, 4, 12 / 8)), ("fsdp2", (4 / 8, 4 / 8, 8 / 8))]
+)
+def test_static_bytes_by_what_is_shared(state, bytes_of_parameter):
+    software = Software(parameter_bytes=4.0, optimizer_bytes=8.0) if state == "fsdp2" else Software()
+    (memory,) = memory_of(job(pp=1, dp=8, gpus=8, state=state, software=software))
+    parameters = SMALL.parameters - SMALL.hidden  # the last norm is not counted
+    found = [part / parameters for part in (memory.weights, memory.gradients, memory.optimizer)]
+    assert found == pytest.approx(list(bytes_of_parameter), rel=1e-3)
+    assert (memory.gathered > 0) == (state == "fsdp2")
+    assert memory.total == pytest.approx(sum(memory.parts.values()))
+
+
+def test_experts_are_shared_by_the_ranks_that_hold_the_same():
+    model = MODELS["mixtral-8x7b"]
+    whole = job(model, pp=1, dp=8, gpus=8, global_batch=8)
+    (spread,) = memory_of(replace(whole, layout=replace(whole.layout, ep=8)))
+    (memory,) = memory_of(whole)
+    experts = 32 * 8 * model.mlp_parameters(model.expert_ffn)
+    assert memory.weights - spread.weights == 2 * experts * 7 / 8
+    assert memory.optimizer == pytest.approx(spread.optimizer)
+
+
+def test_tensor_parallel_divides_what_a_rank_holds():
+    (one,), (four,) = (memory_of(job(pp=1, gpus=tp, tp=tp, state="none")) for tp in (1, 4))
+    assert four.weights == one.weights / 4
+    assert four.activations == pytest.approx(one.activations / 4)
+
+
+def test_messages_between_nodes_take_longer():
+    near, far = job(pp=4, gpus=4), job(pp=4, dp=8, gpus=32, global_batch=128)
+    assert near.stages[1].before.forward_seconds < far.stages[1].before.forward_seconds
+    edge = job(pp=16, gpus=16, model=replace(SMALL, layers=16), global_batch=64)
+    messages = [stage.before.forward_seconds for stage in edge.stages[1:15]]
+    assert messages.index(max(messages)) == 6  # stage 7 sends to the second node
+
+
+def test_what_a_backward_needs_beside_what_is_saved():
+    """Gradients of activations, 0.3 of a layer, or what selective recomputation makes again; less the logits."""
+    first, *_, last = memory_of(job())
+    assert first.working == 0.3 * job().saved[True].whole
+    assert last.working == 0
+    unfused = job(recompute="selective", software=Software(attention="unfused"))
+    saved = unfused.saved[True]
+    assert memory_of(unfused)[0].working == saved.whole - saved.kept > 0

@@ -1,0 +1,111 @@
+"""One layer: FLOPs, saved bytes and collectives in closed forms, and beside the costs of a model's own code."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from torchckpt.errors import ArgumentError
+from torchckpt.jobs import MACHINES, MODELS, Layout, Model, Software, machine_named
+from torchckpt.jobs.layer import LayerWork
+from torchckpt.jobs.rates import Product
+from torchckpt.jobs.saved import saved_of
+
+LLAMA, GPT = MODELS["llama3-8b"], MODELS["gpt3-175b"]
+H100 = MACHINES["h100"]
+
+
+def work(model=LLAMA, **changes):
+    return LayerWork(model, Layout(**{"sequence": 2048, **changes}), H100)
+
+
+def test_flops_of_a_dense_layer():
+    """24 s h^2 (of 4 h and no groups) and half of 4 s^2 h, as attention is causal."""
+    model = Model("", 1, 1024, 8, 4096, 1000, gated=False)
+    assert work(model).flops == 24 * 2048 * 1024**2 + 2 * 2048**2 * 1024
+    assert work(model, software=Software(attention="unfused")).flops == 24 * 2048 * 1024**2 + 4 * 2048**2 * 1024
+    assert work(tp=4).flops == work().flops / 4
+
+
+def test_flops_of_experts_follow_the_tokens_that_visit_them():
+    model = MODELS["mixtral-8x7b"]
+    routed = LayerWork(model, Layout(sequence=2048), H100, dense=False)
+    attention = 2048 * 2 * (4096 * (4096 + 2 * 1024) + 4096**2) + 2 * 2048**2 * 4096
+    assert routed.flops == attention + 2 * 2048 * (2 * 3 * 4096 * 14336 + 4096 * 8)
+    spread = LayerWork(model, Layout(sequence=2048, ep=8, dp=8, gpus=8), H100, dense=False)
+    assert spread.flops == routed.flops
+
+
+def test_saved_bytes_of_korthikanti():
+    """34 s b h + 5 a s^2 b of a layer with dropout; all but the scores under selective recomputation; 2 s b h whole."""
+    software = Software(attention="unfused", dropout=True)
+    layout = Layout(sequence=2048, sequence_parallel=False, software=software)
+    tokens, hidden = 2048, 12288
+    saved = saved_of(GPT, layout)
+    assert saved.whole == tokens * (34 * hidden + 5 * 96 * 2048)
+    assert saved_of(GPT, replace(layout, recompute="selective")).kept == tokens * 34 * hidden
+    assert saved.boundary == 2 * tokens * hidden
+    one = saved_of(GPT, replace(layout, tp=8))
+    assert one.whole == tokens * (10 * hidden + (24 * hidden + 5 * 96 * 2048) / 8)
+    assert saved_of(GPT, replace(layout, tp=8, sequence_parallel=True)).whole == saved.whole / 8
+
+
+def test_selective_recomputation_by_module():
+    layout = Layout(sequence=2048, recompute="selective", software=Software(selective=("mlp",)))
+    saved = saved_of(LLAMA, layout)
+    assert saved.whole - saved.kept == 2048 * (4 + 2) * 14336
+    titan = replace(layout, software=Software(selective=("products",), stops_early=True))
+    assert saved_of(LLAMA, titan).kept == 2048 * (2 * 4096 + 4 * 4096 + 2 * 1024 + 2 * 14336 + 2 * 4096)
+
+
+def test_collectives_of_tensor_parallel():
+    size, network = 2.0 * 2048 * 4096, H100.network
+    parts = work(tp=8).collectives
+    assert parts == 2 * sum(network.seconds(kind, size, 8, 8) for kind in ("all_gather", "reduce_scatter"))
+    assert work(tp=8, sequence_parallel=False).collectives == 2 * network.seconds("all_reduce", size, 8, 8)
+    assert work().collectives == 0
+
+
+def test_products_reach_less_when_they_are_small_or_skinny():
+    def rate(*sizes):
+        return Product(*sizes).flops / H100.product(Product(*sizes)) / H100.peak
+
+    large = rate(8192, 8192, 8192)
+    assert 0.5 < large < H100.rates.product
+    assert rate(8192, 8192, 256) < 0.6 * large
+    assert rate(256, 256, 8192) < 0.2 * large
+    assert replace(H100, fp8=True).product(Product(8192, 8192, 8192)) < H100.product(Product(8192, 8192, 8192))
+
+
+def test_a_replay_that_stops_early_leaves_out_the_last_product():
+    def replay(stops_early):
+        return work(recompute="full", software=Software(stops_early=stops_early)).seconds.replay
+
+    last = H100.product(Product(2048, 4096, 14336))
+    assert replay(False) - replay(True) == pytest.approx(last)
+
+
+def test_the_description_has_the_flops_and_parameters_of_the_models_own_code():
+    """Both ways count the same; torch's counter counts the masked half of the scores as well."""
+    from examples import plan_llama
+    from torchckpt.costs import pipeline_costs
+
+    sizes = {"blocks": 4, "width": 64, "heads": 4, "key_heads": 2, "hidden": 96, "vocabulary": 128, "tokens": 32}
+    size = plan_llama.Size(**sizes, stages=2)
+    counted = pipeline_costs(lambda: plan_llama.made(size), "h100").counted
+    model = Model("", 4, 64, 4, 96, 128, 2)
+    block, layout = counted[0].blocks[0], Layout(sequence=32)
+    scores = 2 * 32 * 32 * 64
+    assert block.forward_flops == LayerWork(model, layout, H100).flops + scores
+    assert sum(part.parameters for part in counted) == model.parameters
+
+
+def test_a_device_without_a_number_that_is_needed(monkeypatch):
+    bare = replace(H100, device=replace(H100.device, network=None))
+    with pytest.raises(ArgumentError, match="the device has no network, which says what collectives take"):
+        bare.collective("all_gather", 1e6, 8)
+    with pytest.raises(ArgumentError, match="the device is not one of"):
+        machine_named("h1000")
+    monkeypatch.delitem(MACHINES, "h100")
+    with pytest.raises(ArgumentError, match="what the device reaches of its peaks is not known; it is of a100"):
+        machine_named("h100")

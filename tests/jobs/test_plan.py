@@ -1,0 +1,95 @@
+"""Plans of jobs: what fits, what is kept, and the error that names what does not."""
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+
+from torchckpt.errors import ArgumentError, BudgetInfeasible
+from torchckpt.jobs import MACHINES, MODELS, Job, Layout, plan_job
+from torchckpt.jobs.picture import drawn
+from torchckpt.jobs.plan import BUFFERS, MARGIN
+from torchckpt.planning.work.host import Host
+
+FLAGSHIP = Layout(gpus=64, tp=8, pp=4, dp=2, global_batch=256, recompute="planned")
+
+
+def job(layout=FLAGSHIP, model="llama3-70b", device="h100"):
+    return Job(MODELS[model], layout, MACHINES[device])
+
+
+def test_llama_on_64_gpus():
+    plan = plan_job(job())
+    assert plan.recomputed_share == 0
+    assert plan.step_seconds == pytest.approx(plan.bound_seconds, rel=0.01)
+    assert plan.tokens_per_second == pytest.approx(256 * 8192 / 64 / plan.step_seconds)
+    assert 0.3 < plan.mfu < 0.5
+    assert 0 < plan.bubble < 0.1
+    assert "tokens a second and GPU" in str(plan)
+
+
+def test_a_plan_recomputes_what_does_not_fit():
+    roomy, tight = plan_job(job()), plan_job(job(), 40e9)
+    assert roomy.recomputed_share == 0 < tight.recomputed_share < 1
+    assert tight.peak_bytes <= 40e9 * (1 - MARGIN) < roomy.peak_bytes
+    assert roomy.step_seconds < tight.step_seconds < plan_job(job(replace(FLAGSHIP, recompute="full"))).step_seconds
+
+
+def test_blocks_go_to_the_host_where_that_is_shorter():
+    layout = replace(FLAGSHIP, global_batch=64)
+    alone = plan_job(job(layout), 40e9)
+    plan = plan_job(job(layout), 40e9, Host(200e9, 50e9))
+    assert alone.away_share == plan.recomputed_share == 0 < plan.away_share < 1
+    assert plan.bound_seconds * (1 - 1e-9) <= plan.step_seconds < alone.step_seconds
+    assert " away; at most " in plan.summary
+
+
+def test_one_stage_is_planned_as_well():
+    layout = replace(FLAGSHIP, tp=8, pp=1, dp=8, recompute="planned")
+    plan = plan_job(job(layout))
+    assert 0 < plan.recomputed_share < 1
+    assert plan.bubble == 0
+    assert plan.step_seconds >= plan.bound_seconds * (1 - 1e-9)
+
+
+def test_the_error_names_the_part_and_the_nearest_layout_that_fits():
+    small = replace(FLAGSHIP, tp=4, pp=2, dp=8, recompute="none")
+    wrong = r"the job does not fit: rank 0 needs .*most of them activations"
+    with pytest.raises(BudgetInfeasible, match=wrong) as error:
+        plan_job(job(small))
+    assert "recompute='full'" in str(error.value)
+    assert plan_job(job(replace(small, recompute="full"))).peak_bytes < 80e9
+    with pytest.raises(BudgetInfeasible, match=r"most of them optimizer.*\n.*\n.*gpus=128, pp=16, dp=1"):
+        plan_job(job(model="llama3-405b"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong", "works"),
+    [
+        ({"dp": 3, "global_batch": 255}, "the GPUs are not tp x cp x pp x dp", "gpus=96"),
+        ({"tp": 64, "pp": 1, "dp": 1, "model": "llama3-8b"}, "the heads do not divide by tp", "tp=32"),
+        ({"cp": 3, "gpus": 192}, "the sequence does not divide by twice cp", "cp=4"),
+        ({"ep": 3, "model": "mixtral-8x7b"}, "the experts do not divide by ep", "ep=2"),
+        ({"global_batch": 255}, "the batch does not divide by dp x micro-batch", "global_batch=256"),
+        ({"pp": 128, "gpus": 2048}, "there are fewer layers than stages", "pp=80"),
+    ],
+)
+def test_a_layout_that_does_not_divide(changes, wrong, works):
+    values = dict(changes)
+    model = values.pop("model", "llama3-70b")
+    with pytest.raises(ArgumentError, match=wrong) as error:
+        plan_job(job(replace(FLAGSHIP, **values), model))
+    assert works in str(error.value)
+
+
+def test_numbers_for_a_file_and_the_picture():
+    plan = plan_job(job())
+    numbers = plan.as_json()
+    assert numbers["step"] == plan.step_seconds
+    assert numbers["memory"][0]["buffers"] == BUFFERS
+    picture = ElementTree.fromstring(drawn(plan))
+    bars = [bar for bar in picture.iter("{http://www.w3.org/2000/svg}rect") if len(bar)]
+    assert len(bars) == 4 * 7
+    assert all(math.isfinite(float(bar.get("height"))) for bar in bars)

@@ -1,0 +1,141 @@
+"""Job: ``plan`` for a described model in a layout, in place of numbers or of a function that makes it."""
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from dataclasses import fields, replace
+
+from torchckpt.command.shared import Unusable, count, line, say, say_json, size, write
+from torchckpt.errors import ArgumentError, BudgetInfeasible
+from torchckpt.jobs import MODELS, Job, JobPlan, Layout, Machine, machine_named, model_named, plan_job, search_layouts
+from torchckpt.jobs.layout import RECOMPUTES, SOFTWARE, STATES
+from torchckpt.jobs.picture import drawn
+from torchckpt.planning.work.host import Host
+
+__all__ = ["add_job", "job_faults", "run_job"]
+
+_COUNTS = ("gpus", "tp", "cp", "ep", "pp", "dp", "micro_batch", "global_batch", "sequence", "chunks", "node")
+_ALONE = (*_COUNTS, "policy", "sharding", "framework", "network", "search")
+"""Options of a described model alone."""
+_NOT_WITH = (
+    "target", "csv", "ranks", "stages", "microbatches", "blocks", "forward", "backward", "weight_grad", "recompute",
+    "saved", "boundary", "first", "last", "efficiency", "dtype", "optimizer_bytes", "kernels", "link_bandwidth",
+    "budget", "mesh",
+)  # fmt: skip
+_WORKS = "works: plan --model llama3-70b --gpus 64 --device h100 --tp 8 --pp 4 --dp 2 --global-batch 256"
+_HELP = {
+    "gpus": "of all", "tp": "tensor parallel", "cp": "context parallel", "ep": "expert parallel", "pp": "stages of a "
+    "pipeline", "dp": "data parallel; default: what is left of --gpus", "micro_batch": "sequences; default: 1",
+    "global_batch": "sequences of a step", "sequence": "tokens; default: 8192", "chunks": "stages of a rank; default: "
+    "1, or 2 where the schedule needs them", "node": "GPUs of a node; default: 8",
+}  # fmt: skip
+_OPTIONS = {"recompute": "policy", "state": "sharding"}
+
+
+def add_job(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a described model."""
+    group = parser.add_argument_group("described model", "in place of MODULE:FUNCTION and of stages")
+    names = f"{', '.join(MODELS)}, or a JSON file, such as a config.json of transformers"
+    group.add_argument("--model", metavar="NAME", help=names)
+    for name in _COUNTS:
+        group.add_argument(f"--{name.replace('_', '-')}", type=count, metavar="N", help=_HELP[name])
+    text = "what is recomputed: planned (default), none, selective or full"
+    group.add_argument("--policy", choices=RECOMPUTES, metavar="NAME", help=text)
+    text = "what data-parallel ranks share: none, zero1 (default) or fsdp2"
+    group.add_argument("--sharding", choices=STATES, metavar="NAME", help=text)
+    text = "whose kernels and dtypes: megatron, or torchtitan (default with fsdp2)"
+    group.add_argument("--framework", choices=tuple(SOFTWARE), metavar="NAME", help=text)
+    group.add_argument("--network", type=size, metavar="SIZE", help="a second, between nodes and for each GPU")
+    group.add_argument("--search", action="store_true", default=None, help="all layouts on --gpus; the best 20")
+
+
+def job_faults(options: argparse.Namespace) -> None:
+    """Raise Unusable for options that do not go together."""
+    names = _ALONE if options.model is None else _NOT_WITH
+    named = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
+    named = ["MODULE:FUNCTION" if name == "--target" else name for name in named]
+    if named and options.model is None:
+        raise Unusable(f"{named[0]} is given without --model; {_WORKS}")
+    if named:
+        raise Unusable(f"{named[0]} is given with --model, which says what stages are and take; {_WORKS}")
+
+
+def run_job(options: argparse.Namespace, host: Host | None) -> None:
+    missing = [name for name in ("device", "gpus", "global_batch") if getattr(options, name) is None]
+    if missing:
+        raise Unusable(f"--model is given without --{missing[0].replace('_', '-')}; {_WORKS}")
+    try:
+        _run(options, host)
+    except (ArgumentError, BudgetInfeasible) as error:
+        raise Unusable(_in_options(line(error))) from error
+
+
+def _run(options: argparse.Namespace, host: Host | None) -> None:
+    model, machine, layout = model_named(options.model), _machine(options), _layout(options)
+    if options.search:
+        result = search_layouts(model, machine, layout, options.device_memory, host, _Progress())
+        best, text, numbers = result.best[0] if result.best else None, str(result), result.as_json()
+    else:
+        best = plan_job(Job(model, layout, machine), options.device_memory, host)
+        text, numbers = _text(best), best.as_json()
+    if options.svg is not None and best is not None:
+        write(options.svg, drawn(best))
+    if options.json:
+        say_json(numbers)
+    else:
+        say(text)
+
+
+def _text(plan: JobPlan) -> str:
+    stages = [plan.pipeline.by_stage()] if plan.pipeline and (plan.recomputed_share or plan.away_share) else []
+    return "\n\n".join([str(plan), *stages])
+
+
+def _machine(options: argparse.Namespace) -> Machine:
+    machine = machine_named(options.device)
+    network = machine.network
+    if options.network is not None:
+        network = replace(network, outer_bytes_per_second=options.network)
+    if options.node is not None:
+        network = replace(network, node_devices=options.node)
+    return replace(machine, device=replace(machine.device, network=network))
+
+
+def _layout(options: argparse.Namespace) -> Layout:
+    named = {name: getattr(options, name) for name in _COUNTS if name != "node" and getattr(options, name) is not None}
+    split = [named.get(name, 1) for name in ("tp", "cp", "pp")]
+    ranks = split[0] * split[1] * split[2]
+    named.setdefault("dp", max(1, options.gpus // ranks))
+    state = options.sharding or "zero1"
+    schedule = options.schedule or "1f1b"
+    if schedule == "all":
+        raise Unusable("--schedule all is given with --model; works: --search, or --schedule 1f1b")
+    if schedule in ("interleaved_1f1b", "looped_bfs"):
+        named.setdefault("chunks", 2)
+    framework = options.framework or ("torchtitan" if state == "fsdp2" else "megatron")
+    recompute = options.policy or "planned"
+    return Layout(**named, schedule=schedule, recompute=recompute, state=state, software=SOFTWARE[framework])
+
+
+def _in_options(text: str) -> str:
+    """``text`` with options in place of the fields of a layout."""
+    names = "|".join(field.name for field in fields(Layout))
+
+    def option(match: re.Match[str]) -> str:
+        name = _OPTIONS.get(match[1], match[1])
+        return f"--{name.replace('_', '-')} {match[2]}"
+
+    return re.sub(rf"\b({names}|model)=[\"']?([\w.\-/]+)[\"']?", option, text)
+
+
+class _Progress:
+    """Says on standard error how far a search is, each tenth."""
+
+    def __init__(self) -> None:
+        self._said = -1
+
+    def __call__(self, done: int, of: int) -> None:
+        if (tenth := 10 * done // of) > self._said:
+            self._said = tenth
+            print(f"search: {done} of at most {of} layouts", file=sys.stderr, flush=True)

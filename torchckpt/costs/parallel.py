@@ -1,0 +1,137 @@
+"""Parallel: a ledger that sees one rank's share of operators, and its collectives.
+
+The model's own code runs: DTensor, FSDP2 and functional collectives. Tensors that wrap others (DTensor) run first, so
+that operators come with the shapes of this rank.
+"""
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from torchckpt.costs.collective import Collective
+from torchckpt.costs.mesh import Layout
+from torchckpt.costs.operation import BEFORE, BOTH_GRADS, FORWARD, REPLAY, Ledger, SecondsOf, storages_in
+from torchckpt.costs.private.mesh import bytes_alive, collective_kind, group_of, is_partial
+from torchckpt.errors import Fault, raise_fault
+from torchckpt.planning.device import Device
+from torchckpt.tensors import tensors_in
+
+__all__ = ["ParallelLedger"]
+
+_NAMES = {FORWARD: "forward", BOTH_GRADS: "backward", REPLAY: "replay", "step": "step"}
+
+
+class ParallelLedger(Ledger):  # type: ignore[no-untyped-call]  # untyped in torch
+    """Counts collectives, too, and what FSDP2 gathers.
+
+    A collective is of FSDP2 if it reads what an operator or another collective of FSDP2 wrote. It runs beside the work
+    of its part, and a gather is of the part whose parameters it gathers: in the backward it starts ahead. Every other
+    collective is waited for.
+    """
+
+    def __init__(self, seconds_of: SecondsOf, layout: Layout, device: Device) -> None:
+        super().__init__(seconds_of)
+        self._layout, self._device = layout, device
+        self._waited: defaultdict[tuple[str, int], Counter[Collective]] = defaultdict(Counter)
+        self._beside: defaultdict[tuple[str, int], Counter[Collective]] = defaultdict(Counter)
+        self._buffers: set[StorageWeakRef] = set()  # what FSDP2 wrote
+        self._gathers: dict[StorageWeakRef, tuple[Collective, float]] = {}  # under way, by where to
+        self._owners: dict[StorageWeakRef, int] = {}  # the part of a whole parameter
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented
+        kwargs, kind = kwargs or {}, collective_kind(operator)
+        if kind is not None:
+            return self._communicate(kind, operator, args, kwargs)
+        is_join = operator is torch.ops.aten.cat.out and not self.gathered.isdisjoint(storages_in(args))
+        if operator.namespace == "fsdp" or is_join:  # shares of a later dimension are joined
+            return self._copy(operator, types, args, kwargs)
+        return super().__torch_dispatch__(operator, types, args, kwargs)
+
+    def saved(self) -> None:
+        super().saved()
+        self._waited[REPLAY, self.part] = self._waited[FORWARD, self.part].copy()
+
+    def collectives(self, part: int) -> tuple[Collective, ...]:
+        return tuple(
+            each._replace(phase=_NAMES[phase], count=count)
+            for phase in _NAMES
+            for counter in (self._waited, self._beside)
+            for each, count in counter[phase, part].items()
+        )
+
+    def step(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Run an optimizer where gradients are still partial sums: it communicates, once for all micro-batches."""
+        self.phase = "step"
+        for parameter in filter(lambda parameter: is_partial(parameter.grad), parameters):
+            self.part = next((self.users.get(key, BEFORE) for key in storages_in(parameter)), BEFORE)
+            torch.optim.AdamW([parameter]).step()
+        self.phase = None
+
+    def _communicate(self, kind: str, operator: Any, args: Any, kwargs: Any) -> Any:
+        outputs = self._unseen(operator, args, kwargs)
+        if not kind or self.phase is None:
+            return outputs
+        ranks = group_of(operator, args, kwargs)
+        sides = [tensors_in(side) for side in (*args, *kwargs.values(), outputs)]
+        size = max(sum(tensor.numel() * tensor.element_size() for tensor in side) for side in sides)
+        collective = Collective(kind, size, len(ranks), self._layout.dimension_of(ranks), "")
+        seconds, storages = self._seconds(collective, ranks), set(storages_in(sides))
+        if self._buffers.isdisjoint(storages):
+            self._waited[self.phase, self.part][collective] += 1
+            self.seconds[self.phase, self.part] += seconds
+        elif kind == "all_gather":
+            self._gathers.update(dict.fromkeys(storages, (collective, seconds)))
+        else:
+            self._buffers |= storages
+            self._note(self.phase, collective, seconds)
+        return outputs
+
+    def _seconds(self, collective: Collective, ranks: tuple[int, ...]) -> float:
+        network = self._device.network
+        if network is None:
+            rule = "the stages communicate, and the device has no network"
+            works = 'dataclasses.replace(device, network=device_named("h100").network), or another'
+            raise_fault(Fault(rule, f"{collective.kind} over {collective.dimension!r} on {self._device.name}", works))
+        node = self._layout.rank // network.node_devices
+        on_node = sum(rank // network.node_devices == node for rank in ranks)
+        return network.seconds(collective.kind, collective.bytes, len(ranks), on_node)
+
+    def _note(self, phase: str, collective: Collective, seconds: float) -> None:
+        self._beside[phase, self.part][collective] += 1
+        self.beside[phase, self.part] += seconds
+
+    def _copy(self, operator: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator of FSDP2, which copies before or after a collective."""
+        name, phase, part = operator.overloadpacket.__name__, self.phase, self.part
+        wholes = set(storages_in(kwargs.get("out")))
+        self.part = next((self._owners[key] for key in wholes if key in self._owners), part)
+        if name == "all_gather_copy_in":  # beside the work, too, and ahead of it
+            outputs = self._unseen(operator, args, kwargs)
+        else:
+            outputs = super().__torch_dispatch__(operator, types, args, kwargs)
+        written = wholes | set(storages_in(outputs))
+        if name == "split_with_sizes_copy" and phase is not None:
+            self._owners.update(dict.fromkeys(wholes, self.part))
+            for gather in filter(None, [self._gathers.pop(key, None) for key in storages_in(args[0])]):
+                self._note(phase, *gather)
+        else:
+            self._buffers |= written
+        if name != "chunk_cat" and phase in (FORWARD, BOTH_GRADS):
+            self.gathered |= written
+            self.gathered_bytes = max(self.gathered_bytes, bytes_alive(self.gathered))
+        self.part = part
+        return outputs
+
+    def _unseen(self, operator: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator without counting it."""
+        outputs = operator(*args, **kwargs)
+        if self.phase == FORWARD:
+            self._look((args, kwargs), outputs)
+        return outputs

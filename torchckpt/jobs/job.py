@@ -1,0 +1,236 @@
+"""Job: a model on GPUs in a layout, as the stages of a pipeline, with its step and the memory of each rank."""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from torchckpt.jobs.layer import Head, LayerWork, Seconds
+from torchckpt.jobs.layout import Layout
+from torchckpt.jobs.model import Model
+from torchckpt.jobs.order import schedule_of
+from torchckpt.jobs.rates import Machine
+from torchckpt.jobs.saved import Saved, saved_of
+from torchckpt.planning.order.schedule import Schedule, Visit
+from torchckpt.planning.step.simulated import Step
+from torchckpt.planning.work.block import Block, Link, Stage, fixed
+from torchckpt.planning.work.choice import Choice, Choices
+
+__all__ = ["Job"]
+
+_SPLIT = ("zero_bubble", "zb-2p", "zbv", "dualpipe_v")
+"""Schedules with split backwards. Their steps overlap: a rank begins the next one when it has ended its own part."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model, how it is split, and on what."""
+
+    model: Model
+    layout: Layout
+    machine: Machine
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        return schedule_of(self.layout)
+
+    @cached_property
+    def layers(self) -> list[list[int]]:
+        """The layers of each stage, in the order of the model."""
+        counts = self._balanced if self.layout.head == "balanced" else self.layout.layers_of(self.model)
+        starts = [sum(counts[:stage]) for stage in range(len(counts))]
+        return [list(range(start, start + count)) for start, count in zip(starts, counts)]
+
+    @cached_property
+    def _balanced(self) -> list[int]:
+        """Layers moved away from the last stage, to the latest of the others, until no stage has more FLOPs."""
+        layers, others = self.model.layers, self.layout.pp - 1
+        layer, head = self._work[True].flops, self._head.product.flops
+
+        def most(last: int) -> float:
+            return max(last * layer + head, math.ceil((layers - last) / others) * layer)
+
+        last = min(reversed(range(layers)), key=most)  # of equal ones that which moves least
+        each, more = divmod(layers - last, others)
+        return [*(each + (stage >= others - more) for stage in range(others)), last]
+
+    @cached_property
+    def _work(self) -> dict[bool, LayerWork]:
+        """The work of a layer, by whether it has an MLP in place of experts."""
+        kinds = (True, False) if self.model.experts else (True,)
+        return {dense: LayerWork(self.model, self.layout, self.machine, dense) for dense in kinds}
+
+    @cached_property
+    def _head(self) -> Head:
+        return Head(self.model, self.layout, self.machine)
+
+    @cached_property
+    def saved(self) -> dict[bool, Saved]:
+        """What a layer saves, by whether it has an MLP in place of experts."""
+        return {dense: saved_of(self.model, self.layout, dense=dense) for dense in self._work}
+
+    def held_parameters(self, layer: int) -> tuple[float, float]:
+        """The parameters of a layer on one rank before data parallel splits them: experts apart."""
+        model, tp = self.model, self.layout.tp
+        if model.is_dense(layer):
+            return model.layer_parameters(layer) / tp, 0.0
+        experts = model.experts / self.layout.ep * model.mlp_parameters(model.expert_ffn) / tp
+        return model.layer_parameters(layer, 0) / tp, experts
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        return tuple(map(self._stage, range(len(self.layers))))
+
+    def _stage(self, stage: int) -> Stage:
+        dense = [self.model.is_dense(layer) for layer in self.layers[stage]]
+        is_split, is_last = self.layout.head == "split", stage == len(self.layers) - 1
+        head = self._head.seconds if is_last or is_split else Seconds(0.0, 0.0, 0.0)
+        once = self._head.embedding if stage == 0 else 0.0
+        if self.layout.pp == 1:
+            once += self._fsdp_ends
+        else:  # at a message a host waits, and then starts some ten kernels late; a split head and embedding are passes
+            once += (3 if is_split else 1) * 10 * self.machine.rates.host_seconds
+        return Stage(
+            tuple(self._blocks[each] for each in dense),
+            fixed(once + self._sent(stage), once + self._sent(stage - 1)),
+            fixed(head.forward, head.input_grad, head.weight_grad, self.loss_bytes(stage) if self.holds_loss else 0.0),
+            message_bytes=0.0,
+            collective_seconds=sum(self._work[each].seconds.collectives for each in dense),
+        )
+
+    def _sent(self, boundary: int) -> float:
+        """Seconds of a message between a stage and the next, for which its ranks wait; 0 where there is none. Stages
+        are the outermost dimension, so that neighbours are in two nodes where a stage fills one."""
+        layout = self.layout
+        if not 0 <= boundary < len(self.layers) - 1:
+            return 0.0
+        ranks = [layout.placement[stage] * layout.gpus // layout.pp for stage in (boundary, boundary + 1)]
+        nodes = [rank // self.machine.network.node_devices for rank in ranks]
+        size = 2.0 * layout.tokens * self.model.hidden / layout.tp
+        return self.machine.message(size, across=nodes[0] != nodes[1])
+
+    @property
+    def holds_loss(self) -> bool:
+        """Whether logits live from the forward of the head to the end of its backward. If that is split in two, the
+        first part frees them; if the head is split over stages, each runs both of its parts at once."""
+        return self.layout.schedule not in _SPLIT and self.layout.head != "split"
+
+    def loss_bytes(self, stage: int) -> float:
+        """The logits of a micro-batch on a stage."""
+        layout, last = self.layout, len(self.layers) - 1
+        share = 1 / len(self.layers) if layout.head == "split" else float(stage == last)
+        return layout.tokens * self.model.vocab / layout.tp * layout.software.loss_bytes * share
+
+    @cached_property
+    def _blocks(self) -> dict[bool, Block]:
+        return {dense: self._block_of(dense) for dense in self._work}
+
+    def _block_of(self, dense: bool) -> Block:
+        work, saved, recompute = self._work[dense].seconds, self.saved[dense], self.layout.recompute
+        forward, backward = work.forward, work.input_grad + (work.replay if recompute == "selective" else 0.0)
+        if self.layout.state == "fsdp2" and self.layout.pp == 1:
+            gathers, reduces = self._fsdp(sum(self.held_parameters(0 if dense else self.model.dense_layers)))
+            replay = work.replay * self.layout.recomputed_share if recompute == "full" else 0.0
+            beside = backward + work.weight_grad + replay
+            backward += self._beside(beside, reduces + gathers * self.layout.software.resharded) - beside
+            forward = self._beside(forward, gathers)
+        replay = work.replay if recompute in ("full", "planned") else forward
+        return Block(forward, backward, work.weight_grad, replay, saved.kept, saved.boundary)
+
+    def _beside(self, compute: float, communication: float) -> float:
+        """Seconds of both side by side."""
+        return max(compute, communication) + self.machine.rates.unhidden * min(compute, communication)
+
+    def _fsdp(self, parameters: float) -> tuple[float, float]:
+        """Seconds to gather the weights of so many parameters, and to reduce and scatter their gradients."""
+        layout, machine = self.layout, self.machine
+        ranks, tp = layout.state_ranks, layout.tp
+        gathers = machine.collective("all_gather", 2 * parameters, ranks, tp)
+        reduces = machine.collective("reduce_scatter", layout.software.reduce_bytes * parameters, ranks, tp)
+        replicas = layout.dp * layout.cp // ranks
+        if replicas > 1:
+            size = layout.software.reduce_bytes * parameters / ranks
+            reduces += machine.collective("all_reduce", size, replicas, tp * ranks)
+        return gathers, reduces
+
+    @cached_property
+    def _fsdp_ends(self) -> float:
+        """The gathers of embedding and head, which nothing hides."""
+        if self.layout.state != "fsdp2":
+            return 0.0
+        gathers, reduces = self._fsdp(self.model.embedding_parameters / self.layout.tp)
+        return (2 * gathers + reduces) / 2
+
+    @cached_property
+    def choices(self) -> Choices:
+        """What is recomputed, if the layout says which."""
+        if self.layout.recompute != "full":
+            return {}
+        choices: dict[Visit, Choice] = {}
+        for stage, layers in enumerate(self.layers):
+            count = round(len(layers) * self.layout.recomputed_share)
+            choice = Choice(kept=tuple(range(count, len(layers))), late=tuple(range(count)))
+            choices |= {(stage, i): choice for i in range(self.schedule.micro_batches)}
+        return choices
+
+    @cached_property
+    def step(self) -> Step:
+        links = (Link(),) * (len(self.layers) - 1)  # ranks wait for messages: actions have their seconds
+        return Step(self.schedule, self.stages, links, self.choices)
+
+    def seconds_of(self, step: Step) -> float:
+        """The seconds of the whole step, for a step of the pipeline: of one micro-batch where there is none."""
+        if self.layout.pp == 1:
+            return self.layout.micro_batches * step.seconds + self.once_seconds
+        if self.layout.schedule in _SPLIT:
+            return max(ends[-1] - starts[0] for starts, ends in zip(step.run.starts, step.run.ends)) + self.once_seconds
+        return step.seconds + self.once_seconds
+
+    @cached_property
+    def rank_parameters(self) -> list[tuple[float, float]]:
+        """For each rank its parameters before data parallel splits them, and those of experts."""
+        by_rank = [(0.0, 0.0)] * self.layout.pp
+        for stage, rank in enumerate(self.layout.placement):
+            dense, routed = by_rank[rank]
+            dense += self._end_parameters(stage)
+            for layer in self.layers[stage]:
+                more = self.held_parameters(layer)
+                dense, routed = dense + more[0], routed + more[1]
+            by_rank[rank] = dense, routed
+        return by_rank
+
+    def _end_parameters(self, stage: int) -> float:
+        model, count = self.model, len(self.layers)
+        table = model.embedding_parameters / self.layout.tp
+        if self.layout.head == "split":
+            return 2 * table / count
+        head = table * (stage == count - 1 and not (model.tied and count == 1))
+        return head + (table + model.positions * model.hidden) * (stage == 0)
+
+    @cached_property
+    def once_seconds(self) -> float:
+        """What a step does once: gradients across data-parallel ranks that nothing hides, the optimizer."""
+        layout, machine = self.layout, self.machine
+        dense, routed = max(self.rank_parameters, key=sum)
+        seconds = 2e-3 + machine.stream(30 * self.shared(dense, routed))
+        if layout.state == "fsdp2":
+            if layout.pp > 1:  # gathered and reduced once a step
+                layers = max(len(layers) for layers in self.layers) * layout.chunks
+                seconds += sum(self._fsdp(sum(self.held_parameters(0)))) * layers * (1 + machine.rates.unhidden) / 2
+            return seconds
+        kind, wire = ("all_gather", 6) if layout.state == "zero1" else ("all_reduce", 2)  # gradients are float32 there
+        ranks = layout.dp * layout.cp
+        reduced = machine.collective(kind, dense * wire, ranks, layout.tp)
+        reduced += machine.collective(kind, routed * wire, max(1, ranks // layout.ep), layout.tp * layout.ep)
+        if layout.state == "zero1" and layout.software.overlaps_reduce:
+            reduced = max(machine.rates.unhidden * reduced, reduced - 1.2 * self.stages[0].forward_seconds)
+        return seconds + reduced
+
+    def shared(self, dense: float, routed: float) -> float:
+        """What a rank has of an amount that is shared as the state is; experts by the ranks that hold the same."""
+        ranks = self.layout.state_ranks
+        return dense / ranks + routed / max(1.0, ranks / self.layout.ep)
+
+    @property
+    def step_seconds(self) -> float:
+        return self.seconds_of(self.step)

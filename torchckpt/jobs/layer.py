@@ -1,0 +1,224 @@
+"""Layer: the seconds of one layer for one micro-batch on one rank, from its operations."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from torchckpt.jobs.layout import Layout
+from torchckpt.jobs.model import Model
+from torchckpt.jobs.rates import Machine, Product
+
+__all__ = ["Head", "LayerWork", "Seconds"]
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one block, and of its replay."""
+
+    forward: float
+    input_grad: float
+    weight_grad: float
+    replay: float = 0.0
+    collectives: float = 0.0
+    """Those of the forward and the backward, inside of the others."""
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """The operations of a layer: products, attention, what is bound by memory, collectives."""
+
+    model: Model
+    layout: Layout
+    machine: Machine
+    dense: bool = True
+    """Whether the layer has an MLP in place of experts."""
+
+    @property
+    def _software(self) -> str:
+        return self.layout.software.kernels
+
+    @cached_property
+    def products(self) -> tuple[Product, ...]:
+        """Those of the forward: queries with keys and values, the output, the MLP's first (both if gated), its last;
+        of experts these for each that the rank holds, and for shared ones."""
+        model, tp, tokens = self.model, self.layout.tp, self.layout.tokens
+        ways, hidden = (2 if model.gated else 1), model.hidden
+        attention = (
+            Product(tokens, (model.query_width + 2 * model.kv_width) / tp, hidden),
+            Product(tokens, hidden, model.query_width / tp),
+        )
+        if self.dense:
+            width = model.ffn / tp
+            return (*attention, Product(tokens, ways * width, hidden), Product(tokens, hidden, width))
+        local, width = max(1.0, model.experts / self.layout.ep), model.expert_ffn / tp
+        routed = max(1.0, tokens * model.active / local)
+        experts = Product(routed, ways * width, hidden, local), Product(routed, hidden, width, local)
+        shared = model.shared * model.expert_ffn / tp
+        more = (Product(tokens, ways * shared, hidden), Product(tokens, hidden, shared)) if shared else ()
+        return (*attention, *experts, *more, Product(tokens, model.experts, hidden))
+
+    @cached_property
+    def width(self) -> float:
+        """The inner width of the MLP that a token meets, of all ranks."""
+        model = self.model
+        return model.ffn if self.dense else model.expert_ffn * (model.active + model.shared)
+
+    @cached_property
+    def attention(self) -> tuple[float, float]:
+        """Forward, backward. All kernels but ``unfused`` skip the masked half of the scores."""
+        model, layout, machine = self.model, self.layout, self.machine
+        if layout.software.attention != "unfused":
+            flops = 2.0 * layout.micro_batch * layout.sequence * layout.context * model.query_width / layout.tp
+            return self._beside_ring(*machine.attention(flops, layout.software.attention, layout.sequence))
+        heads, sequence = max(1.0, layout.micro_batch * model.heads / layout.tp), layout.sequence
+        size = model.head_size
+        two = sum(machine.product(Product(sequence, *each, heads)) for each in ((sequence, size), (size, sequence)))
+        scores = heads * sequence**2
+        return two + machine.stream(7 * scores), 2 * two + machine.stream(11 * scores)
+
+    def _beside_ring(self, forward: float, backward: float) -> tuple[float, float]:
+        """Context parallel ranks pass keys and values around beside the attention."""
+        layout = self.layout
+        if layout.cp == 1:
+            return forward, backward
+        passed = layout.micro_batch * layout.sequence * 4.0 * self.model.kv_width / layout.tp
+        seconds = self.machine.collective("all_gather", passed, layout.cp, layout.tp)
+        return max(forward, seconds), max(backward, 2 * seconds)
+
+    @cached_property
+    def elementwise(self) -> float:
+        """Norms, residuals and dropout, in the part that sequence parallel splits; the activation and the rotation of
+        queries and keys in the part that tensor parallel splits."""
+        model, layout = self.model, self.layout
+        norms, inner = self._moved_bytes
+        whole = layout.tokens / layout.tp if layout.sequence_parallel else layout.tokens
+        moved = whole * norms * model.hidden + layout.tokens * inner / layout.tp
+        if not self.dense:
+            moved += 8 * layout.tokens * model.active * model.hidden / layout.tp
+        return self.machine.stream(moved) + self.kernels * self.machine.kernel
+
+    @property
+    def _moved_bytes(self) -> tuple[float, float]:
+        """Bytes of a token that norms and residuals move, for each of ``hidden``; those of the activation and rotation.
+
+        Fused: a norm reads and writes 2 bytes, as the residual does, with what both read. In eager mode an RMS norm is
+        six kernels, most of them in float32; a rotation is three.
+        """
+        model, eager = self.model, self._software == "eager"
+        if not model.gated:
+            return (22 if self.layout.software.dropout else 24 if eager else 16), 4 * self.width
+        rotated = model.query_width + model.kv_width
+        if eager:
+            return 84, 10 * self.width + 20 * rotated
+        return (22 if self.layout.software.dropout else 16), 6 * self.width + 8 * rotated
+
+    @property
+    def kernels(self) -> int:
+        return 24 if self._software == "eager" else 12
+
+    @cached_property
+    def collectives(self) -> float:
+        """Those of the forward; a backward has as many. With sequence parallel each all-reduce is an all-gather and a
+        reduce-scatter."""
+        layout, machine = self.layout, self.machine
+        size = 2.0 * layout.tokens * self.model.hidden
+        if layout.sequence_parallel:
+            seconds = 2 * sum(machine.collective(kind, size, layout.tp) for kind in ("all_gather", "reduce_scatter"))
+        else:
+            seconds = 2 * machine.collective("all_reduce", size, layout.tp)
+        seconds *= 0.35 if layout.software.async_tp else 1
+        if not self.dense and layout.ep > 1:
+            seconds += 2 * machine.collective("all_to_all", size * self.model.active / layout.tp, layout.ep, layout.tp)
+        return seconds
+
+    @cached_property
+    def host(self) -> float:
+        """Seconds that a host needs to start the kernels of a forward; a collective counts as four."""
+        flash = self.layout.software.attention != "unfused"
+        kernels = 4 + self.kernels + (2 if flash else 6) + (8 if self.layout.tp > 1 else 0)
+        return self.machine.rates.host_seconds * (0.3 if self._software == "compiled" else 1) * kernels
+
+    @cached_property
+    def seconds(self) -> Seconds:
+        machine = self.machine
+        forward = sum(map(machine.product, self.products))
+        input_grad = sum(machine.product(product.input_grad) for product in self.products)
+        weight_grad = sum(machine.product(product.weight_grad) for product in self.products)
+        attended, attended_back = self.attention
+        whole = _beside_host(forward + attended + self.elementwise + self.collectives, self.host)
+        backward = input_grad + attended_back + 2 * self.elementwise + self.collectives + weight_grad
+        return Seconds(
+            whole,
+            _beside_host(backward, 1.5 * self.host) - weight_grad,
+            weight_grad,
+            self._replay(whole),
+            2 * self.collectives,
+        )
+
+    def _replay(self, forward: float) -> float:
+        layout = self.layout
+        if layout.recompute in ("full", "planned"):
+            last = self.machine.product(self.products[3]) if layout.software.stops_early else 0.0
+            return forward - last
+        if layout.recompute == "none":
+            return 0.0
+        modules, products = layout.software.selective, self.products
+        if "products" in modules:
+            return 0.45 * sum(map(self.machine.product, products)) + 0.9 * self.elementwise
+        seconds = self.attention[0] if "core_attn" in modules else 0.0
+        if "mlp" in modules:
+            seconds += sum(map(self.machine.product, products[2:4])) + self.machine.stream(
+                6 * layout.tokens * self.width / layout.tp
+            )
+        return seconds
+
+    @property
+    def flops(self) -> float:
+        """Of a forward."""
+        layout = self.layout
+        scores = (4.0 if layout.software.attention == "unfused" else 2.0) * layout.micro_batch * layout.sequence
+        return sum(product.flops for product in self.products) + (
+            scores * layout.context * self.model.query_width / layout.tp
+        )
+
+
+def _beside_host(device: float, host: float) -> float:
+    """Seconds of kernels that a host starts: those of the slower of both, and a quarter more where they are equal, as
+    one kernel waits for the host and the next for the device."""
+    return float((device**3 + host**3) ** (1 / 3))
+
+
+@dataclass(frozen=True)
+class Head:
+    """The head and the loss, and the embedding, for one micro-batch on one rank."""
+
+    model: Model
+    layout: Layout
+    machine: Machine
+
+    @property
+    def _ranks(self) -> int:
+        """The ranks that share the vocabulary."""
+        return self.layout.tp * (self.layout.pp if self.layout.head == "split" else 1)
+
+    @cached_property
+    def product(self) -> Product:
+        return Product(self.layout.tokens, self.model.vocab / self._ranks, self.model.hidden)
+
+    @cached_property
+    def seconds(self) -> Seconds:
+        """The loss is in float32. Stages that share a head get its input, and add up the gradients of it."""
+        machine, logits = self.machine, self.layout.tokens * self.model.vocab / self._ranks
+        other = machine.stream((8 if self.layout.software.kernels == "compiled" else 20) * logits)
+        if self.layout.head == "split":
+            size, pp = 2.0 * self.layout.tokens * self.model.hidden, self.layout.pp
+            other += machine.collective("broadcast", size, pp, self.layout.gpus // pp)
+        forward, input_grad, weight_grad = (
+            machine.product(each) for each in (self.product, self.product.input_grad, self.product.weight_grad)
+        )
+        return Seconds(forward + other, input_grad + other, weight_grad)
+
+    @cached_property
+    def embedding(self) -> float:
+        """Seconds, forward and also backward."""
+        return self.machine.stream(12 * self.layout.tokens * self.model.hidden)

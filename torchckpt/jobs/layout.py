@@ -1,0 +1,172 @@
+"""Layout: how a job is split over GPUs, its batch, and what the software that runs it does."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torchckpt.errors import Fault
+from torchckpt.jobs.model import Model
+
+__all__ = ["RECOMPUTES", "SOFTWARE", "STATES", "Layout", "Software"]
+
+RECOMPUTES = ("none", "selective", "full", "planned")
+STATES = ("none", "zero1", "fsdp2")
+"""What data-parallel ranks share of the state: nothing; the optimizer's (ZeRO-1); weights, gradients and optimizer's
+(FSDP2)."""
+
+
+@dataclass(frozen=True)
+class Software:
+    """What a framework does; the defaults are those of Megatron."""
+
+    kernels: str = "fused"
+    """``fused``: hand-written kernels; ``compiled`` by Inductor; ``eager``, an operation a kernel."""
+    attention: str = "fused"
+    """A kernel of :attr:`Rates.attention`: ``flash1`` (2022, and Triton's), ``flash2``, ``fused`` (cuDNN 9 and
+    FlashAttention 3); or ``unfused``, which writes the scores to memory."""
+    dropout: bool = False
+    selective: tuple[str, ...] = ("core_attn",)
+    """What ``selective`` recomputes: modules as Megatron names them (``core_attn``, ``mlp``, ``layernorm``,
+    ``moe_act``), or ``products``: torchtitan's policy, every second matrix product."""
+    stops_early: bool = False
+    """A replay ends before the last product, as that of ``torch.utils.checkpoint`` does since torch 2.1."""
+    parameter_bytes: float = 2.0
+    gradient_bytes: float = 4.0
+    optimizer_bytes: float = 12.0
+    """Adam's two moments in float32, and a copy of the weight in float32."""
+    gradients_shared: bool = False
+    """Data-parallel ranks share the gradients too (ZeRO-2)."""
+    reduce_bytes: float = 2.0
+    """Of a gradient on the wire of FSDP."""
+    loss_bytes: float = 10.0
+    """Of each logit, at the loss."""
+    resharded: bool = True
+    """FSDP frees the weights of a layer after its forward."""
+    overlaps_reduce: bool = True
+    """The gradients of data-parallel ranks are reduced beside the backward."""
+    async_tp: bool = False
+    offloads: bool = False
+
+
+_FOLDED = ("zbv", "dualpipe_v")
+"""Schedules whose stages go there and back."""
+
+SOFTWARE = {
+    "megatron": Software(),
+    "torchtitan": Software(
+        kernels="compiled", attention="flash2", selective=("products",), stops_early=True, parameter_bytes=4.0,
+        optimizer_bytes=8.0, reduce_bytes=4.0, loss_bytes=4.0,
+    ),
+}  # fmt: skip
+"""Frameworks by name: Megatron-Core with ZeRO-1, torchtitan with FSDP2 and torch.compile."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a job is split, and its batch.
+
+    >>> layout = Layout(gpus=64, tp=8, pp=4, dp=2, global_batch=256)
+    >>> layout.micro_batches
+    128
+    """
+
+    gpus: int = 1
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    pp: int = 1
+    dp: int = 1
+    micro_batch: int = 1
+    global_batch: int = 1
+    sequence: int = 8192
+    schedule: str = "1f1b"
+    chunks: int = 1
+    """Stages on a rank."""
+    ahead: int = 0
+    """Forwards that 1F1B runs ahead, beside its own."""
+    head: str = "last"
+    """Where the head is: on the ``last`` stage; there, with layers moved away from it (``balanced``); or ``split`` over
+    all stages (Yeung et al. 2024, arXiv:2411.05288)."""
+    recompute: str = "none"
+    recomputed_share: float = 1.0
+    """The share of the layers of each stage that ``full`` recomputes, from its first."""
+    state: str = "zero1"
+    shards: int = 0
+    """Ranks that share the state; fewer than all where groups of them are replicas (HSDP). Default: ``dp * cp``."""
+    sequence_parallel: bool = True
+    fp8: bool = False
+    software: Software = field(default_factory=Software)
+
+    @property
+    def micro_batches(self) -> int:
+        """Those of one data-parallel rank."""
+        return self.global_batch // (self.dp * self.micro_batch)
+
+    @property
+    def context(self) -> int:
+        """The tokens of a sequence on one rank."""
+        return self.sequence // self.cp
+
+    @property
+    def tokens(self) -> int:
+        """Those of a micro-batch on one rank."""
+        return self.micro_batch * self.context
+
+    @property
+    def state_ranks(self) -> int:
+        """The ranks that share the state."""
+        return 1 if self.state == "none" else self.shards or self.dp * self.cp
+
+    @property
+    def stages(self) -> int:
+        return self.pp * (2 if self.schedule in _FOLDED and self.pp > 1 else self.chunks)
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The rank of a pipeline that each stage is on."""
+        if self.stages == 2 * self.pp and self.schedule in _FOLDED:
+            return (*range(self.pp), *range(self.pp)[::-1])
+        return tuple(stage % self.pp for stage in range(self.stages))
+
+    def layers_of(self, model: Model) -> list[int]:
+        """The layers on each stage. Where only all layers and two more divide, both ends have one less, for the
+        embedding and the head."""
+        layers, stages = model.layers, self.stages
+        if layers % stages and (layers + 2) % stages == 0:
+            return [(layers + 2) // stages - (stage in (0, stages - 1)) for stage in range(stages)]
+        return [layers // stages + (stage < layers % stages) for stage in range(stages)]
+
+    def faults(self, model: Model) -> Iterator[Fault]:
+        """What keeps the model and the layout apart."""
+        product = self.tp * self.cp * self.pp * self.dp
+        if product != self.gpus:
+            received = f"tp {self.tp} x cp {self.cp} x pp {self.pp} x dp {self.dp} = {product}, gpus={self.gpus}"
+            yield Fault("the GPUs are not tp x cp x pp x dp", received, f"gpus={product}")
+        kv = model.kv_heads or model.heads
+        pairs = (
+            ("the heads do not divide by tp", "heads", model.heads, "tp", self.tp),
+            ("the heads of keys and values do not divide by tp", "kv_heads", kv if self.tp < kv else self.tp, "tp",
+             self.tp),
+            ("the MLP does not divide by tp", "ffn", model.ffn, "tp", self.tp),
+            ("the sequence does not divide by twice cp", "sequence", self.sequence, "cp",
+             2 * self.cp if self.cp > 1 else 1),
+            ("the experts do not divide by ep", "experts", model.experts or 1, "ep", self.ep),
+            ("the data-parallel ranks do not divide by ep", "dp x cp x tp", self.dp * self.cp * self.tp, "ep",
+             self.ep),
+            ("the batch does not divide by dp x micro-batch", "global_batch", self.global_batch, "dp x micro_batch",
+             self.dp * self.micro_batch),
+        )
+        for rule, whole, amount, part, divisor in pairs:
+            if amount % divisor:
+                yield Fault(rule, f"{whole}={amount}, {part}={divisor}", _dividing(whole, amount, part, divisor))
+        if model.layers < self.stages:
+            received = f"{model.layers} layers, {self.stages} stages"
+            yield Fault("there are fewer layers than stages", received, f"pp={model.layers // self.chunks or 1}")
+
+
+def _dividing(whole: str, amount: int, part: str, divisor: int) -> str:
+    """What works: a batch of another size, or fewer parts."""
+    if whole == "global_batch":
+        return f"global_batch={-(-amount // divisor) * divisor}"
+    nearest = max(number for number in range(1, divisor + 1) if amount % number == 0)
+    return f"{part}={nearest}"

@@ -1,0 +1,279 @@
+"""Plan: a job within the memory of its devices: what each rank holds, what a step takes, the bound."""
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NoReturn
+
+from torchckpt.errors import BudgetInfeasible, called, check
+from torchckpt.jobs.job import Job
+from torchckpt.jobs.layout import Layout
+from torchckpt.jobs.memory import RankMemory, memory_of
+from torchckpt.planning.budget import enough, whole
+from torchckpt.planning.draw.units import aligned, percent
+from torchckpt.planning.plan.pipeline import planned
+from torchckpt.planning.plan.problem import Problem, problem_of
+from torchckpt.planning.plan.result import PipelinePlan
+from torchckpt.planning.work.choice import Choice
+from torchckpt.planning.work.host import Host
+
+__all__ = ["BUFFERS", "MARGIN", "JobPlan", "plan_job"]
+
+BUFFERS = 1.5 * 2**30
+"""The context of a device and the buffers of collectives: 1 to 2 GiB beside an allocator's figures."""
+MARGIN = 0.05
+"""The share of a device that is left to the allocator: reserved memory is more than what tensors take."""
+_GB = 1e9
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """A job that fits its devices. Its text is what the command prints."""
+
+    job: Job
+    device_bytes: float
+    pipeline: PipelinePlan | None = None
+    """What is kept and recomputed, of each block and micro-batch; None where the layout says that itself."""
+
+    @cached_property
+    def memory(self) -> list[RankMemory]:
+        peaks = None if self.pipeline is None else self.pipeline.peak_bytes
+        return memory_of(self.job, peaks)
+
+    @cached_property
+    def step_seconds(self) -> float:
+        if self.pipeline is None:
+            return self.job.step_seconds
+        return self.job.seconds_of(self.pipeline.step)
+
+    @property
+    def peak_bytes(self) -> float:
+        """What the fullest rank holds, with context and buffers."""
+        return max(rank.total for rank in self.memory) + BUFFERS
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one GPU."""
+        layout = self.job.layout
+        return layout.global_batch * layout.sequence / self.step_seconds / layout.gpus
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs over the peak in bfloat16 (see :meth:`Model.flops_per_token`)."""
+        flops = self.job.model.flops_per_token(self.job.layout.sequence)
+        return flops * self.tokens_per_second / self.job.machine.peak
+
+    @cached_property
+    def bubble(self) -> float:
+        """The share of the step in which the ranks of a pipeline compute nothing."""
+        step = self.job.step if self.pipeline is None else self.pipeline.step
+        run = step.run
+        busy = sum(end - start for pair in zip(run.starts, run.ends) for start, end in zip(*pair))
+        return max(0.0, 1 - busy / (len(run.starts) * run.step_seconds))
+
+    @cached_property
+    def recomputed_share(self) -> float:
+        if self.pipeline is not None:
+            return self.pipeline.recomputed_share
+        return self.job.layout.recomputed_share if self.job.layout.recompute == "full" else 0.0
+
+    @cached_property
+    def away_share(self) -> float:
+        """The share of the blocks, of all micro-batches, that are sent to the host."""
+        choices = {} if self.pipeline is None else self.pipeline.choices
+        blocks = sum(map(len, self.job.layers)) * self.job.schedule.micro_batches
+        return sum(len(choice.away) for choice in choices.values() if isinstance(choice, Choice)) / blocks
+
+    @cached_property
+    def bound_seconds(self) -> float:
+        """No plan of this schedule and layout has a shorter step, whatever it recomputes."""
+        bound = (self.pipeline or _problem(self.job, self.device_bytes)).bound_seconds
+        if not math.isfinite(bound):
+            return math.nan
+        times = self.job.layout.micro_batches if self.job.layout.pp == 1 else 1
+        return times * bound + self.job.once_seconds
+
+    def __str__(self) -> str:
+        return "\n\n".join((self.head, aligned(list(self._rows())), self.summary))
+
+    @property
+    def head(self) -> str:
+        """The model, the devices and the layout, in one line."""
+        job, layout = self.job, self.job.layout
+        split = " x ".join(f"{name} {getattr(layout, name)}" for name in ("tp", "cp", "pp", "dp"))
+        experts = f", ep {layout.ep}" if job.model.experts else ""
+        return (
+            f"{job.model.name}: {job.model.parameters / 1e9:.4g} G parameters on {layout.gpus} x "
+            f"{job.machine.device.name}: {split}{experts}; {layout.schedule}, {layout.micro_batches} micro-batches of "
+            f"{layout.micro_batch} x {layout.sequence}; state {layout.state}, recompute {layout.recompute}"
+        )
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        names = list(self.memory[0].parts)
+        yield ("rank", *names, "buffers", "of all", "device")
+        for rank, memory in enumerate(self.memory):
+            values = [*memory.parts.values(), BUFFERS, memory.total + BUFFERS, self.device_bytes]
+            yield (str(rank), *(f"{value / _GB:.1f} GB" for value in values))
+
+    @property
+    def summary(self) -> str:
+        """The sentence that people quote."""
+        share = f", {percent(self.recomputed_share)} recomputed" if self.recomputed_share else ", nothing recomputed"
+        share += f", {percent(self.away_share)} away" if self.away_share else ""
+        bound = f" (bound {self.bound_seconds:.4g} s)" if math.isfinite(self.bound_seconds) else ""
+        return (
+            f"step {self.step_seconds:.4g} s{bound}: {self.tokens_per_second:,.0f} tokens a second and GPU, "
+            f"{percent(self.mfu)} MFU, bubble {percent(self.bubble)}{share}; "
+            f"at most {self.peak_bytes / _GB:.1f} of {self.device_bytes / _GB:.1f} GB, {MARGIN:.0%} of which is margin"
+        )
+
+    def as_json(self) -> dict[str, object]:
+        """The numbers, for a file."""
+        layout = self.job.layout
+        names = ("gpus", "tp", "cp", "ep", "pp", "dp", "micro_batch", "global_batch", "sequence", "schedule", "chunks",
+                 "recompute", "state")  # fmt: skip
+        bound = self.bound_seconds
+        return {
+            "model": self.job.model.name,
+            "device": self.job.machine.device.name,
+            **{name: getattr(layout, name) for name in names},
+            "step": self.step_seconds,
+            "bound": bound if math.isfinite(bound) else None,
+            "tokens_per_second_and_gpu": self.tokens_per_second,
+            "mfu": self.mfu,
+            "bubble": self.bubble,
+            "recomputed_share": self.recomputed_share,
+            "away_share": self.away_share,
+            "device_bytes": self.device_bytes,
+            "memory": [{**rank.parts, "buffers": BUFFERS} for rank in self.memory],
+        }
+
+
+@called("plan_job()")
+def plan_job(job: Job, device_bytes: float | None = None, host: Host | None = None) -> JobPlan:
+    """The plan of a job, within the memory of its devices.
+
+    >>> from torchckpt.jobs import MACHINES, Layout, model_named
+    >>> layout = Layout(gpus=64, tp=8, pp=4, dp=2, global_batch=256, recompute="planned")
+    >>> plan = plan_job(Job(model_named("llama3-70b"), layout, MACHINES["h100"]))
+    >>> round(plan.memory[0].weights / 1e9, 2)
+    4.54
+
+    Args:
+        job: its layout is checked. ``recompute="planned"`` keeps what fits, and recomputes the rest as the planner of
+            pipelines chooses.
+        device_bytes: memory of each device. Default: that of its data sheet.
+        host: the memory of each rank on its host, and its link; blocks are sent there where that is shorter.
+
+    Raises:
+        ArgumentError: model and layout do not divide.
+        BudgetInfeasible: a rank does not fit. The error names the largest part, and the nearest layout that fits.
+    """
+    check(list(job.layout.faults(job.model)))
+    memory = job.machine.device.memory_bytes if device_bytes is None else device_bytes
+    plan = fitting(job, memory, host)
+    if plan is None:
+        _refuse(job, memory)
+    return plan
+
+
+def fitting(job: Job, device_bytes: float, host: Host | None = None) -> JobPlan | None:
+    """The plan; None if it does not fit."""
+    if not _is_planned(job):
+        return JobPlan(job, device_bytes) if fits(job, device_bytes) else None
+    if min(_rooms(job, device_bytes)) <= 0:
+        return None
+    try:
+        return JobPlan(job, device_bytes, planned(_problem(job, device_bytes, host)))
+    except BudgetInfeasible:
+        return None
+
+
+def fits(job: Job, device_bytes: float) -> bool:
+    """Whether each rank of the job fits, if need be with everything recomputed where that is planned."""
+    if _is_planned(job):
+        return min(_rooms(job, device_bytes)) > 0 and not _problem(job, device_bytes).too_small
+    usable = device_bytes * (1 - MARGIN)
+    if job.layout.pp > 1 and _least_total(job) > usable:
+        return False
+    return max(rank.total for rank in memory_of(job)) + BUFFERS <= usable
+
+
+def _is_planned(job: Job) -> bool:
+    return job.layout.recompute == "planned"
+
+
+def _least_total(job: Job) -> float:
+    """What the fullest rank holds in a step of few micro-batches: no more than in the whole step, and soon known."""
+    layout = job.layout
+    few = min(layout.micro_batches, 3 * layout.pp)
+    small = replace(job, layout=replace(layout, global_batch=few * layout.dp * layout.micro_batch))
+    return max(rank.total for rank in memory_of(small)) + BUFFERS
+
+
+def _rooms(job: Job, device_bytes: float) -> list[float]:
+    """The bytes of each rank that are left for activations."""
+    return [device_bytes * (1 - MARGIN) - BUFFERS - rank.total for rank in memory_of(job, [0.0] * job.layout.pp)]
+
+
+def _problem(job: Job, device_bytes: float, host: Host | None = None) -> Problem:
+    rooms = [max(1.0, room) for room in _rooms(job, device_bytes)]
+    return problem_of(job.schedule, job.stages, rooms, 0.0, host)
+
+
+def _refuse(job: Job, device_bytes: float) -> NoReturn:
+    """Raise the error for a job that does not fit."""
+    layout = job.layout
+    least = job if layout.recompute != "planned" else replace(job, layout=replace(layout, recompute="full"))
+    memory = memory_of(least)
+    rank = max(range(len(memory)), key=lambda rank: memory[rank].total)
+    total = memory[rank].total + BUFFERS
+    part, size = max(memory[rank].parts.items(), key=lambda item: item[1])
+    near = next(_near(job, device_bytes), None)
+    works = "a device with more memory, or more GPUs" if near is None else _words(layout, near)
+    raise BudgetInfeasible(
+        f"the job does not fit: rank {rank} needs {enough(total)} bytes, most of them {part}: {enough(size)}\n"
+        f"  received: {whole(device_bytes)} bytes, of which {MARGIN:.0%} are left to the allocator\n"
+        f"  works:    {works}",
+        total / (1 - MARGIN),
+        None,
+        rank,
+    )
+
+
+_NAMES = ("gpus", "tp", "pp", "dp", "micro_batch", "recompute", "state")
+
+
+def _words(layout: Layout, other: Layout) -> str:
+    changed = [name for name in _NAMES if getattr(layout, name) != getattr(other, name)]
+    return ", ".join(f"{name}={getattr(other, name)!r}" for name in changed)
+
+
+def _near(job: Job, device_bytes: float) -> Iterator[Layout]:
+    """Layouts that fit: first those that change one thing, then two, three, and last more GPUs."""
+    layouts = [job.layout]
+    for _ in range(4):
+        layouts = list(dict.fromkeys(new for old in layouts for new in _changed(old)))
+        for layout in layouts:
+            other = replace(job, layout=layout)
+            if not list(layout.faults(job.model)) and fits(other, device_bytes):
+                yield layout
+
+
+def _changed(layout: Layout) -> Iterator[Layout]:
+    """Layouts that differ in one thing, and need less memory."""
+    if layout.recompute not in ("full", "planned"):
+        yield replace(layout, recompute="full")
+    if layout.state == "none":
+        yield replace(layout, state="zero1")
+    if layout.micro_batch > 1:
+        yield replace(layout, micro_batch=layout.micro_batch // 2)
+    for name in ("tp", "pp"):
+        if layout.dp % 2 == 0 and (name != "tp" or layout.tp < 8):
+            yield replace(layout, **{name: 2 * getattr(layout, name), "dp": layout.dp // 2})
+        elif name == "pp":
+            yield replace(layout, pp=2 * layout.pp, gpus=2 * layout.gpus)
+    if layout.state == "zero1":
+        yield replace(layout, dp=2 * layout.dp, gpus=2 * layout.gpus)

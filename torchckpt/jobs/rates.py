@@ -1,0 +1,166 @@
+"""Rates: the share of a data sheet's peaks that operations reach, by device and size."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import NamedTuple
+
+from torchckpt.errors import Fault, called, raise_fault
+from torchckpt.planning.device import DEVICES, Device, Network, device_named
+
+__all__ = ["MACHINES", "RATES", "Machine", "Product", "Rates", "machine_named"]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device reaches of its peaks."""
+
+    product: float
+    """Large matrix products, of the peak FLOPs."""
+    attention: Mapping[str, tuple[float, float]]
+    """By kernel, of the peak FLOPs, on long sequences with a causal mask: forward, backward."""
+    units: int
+    """Multiprocessors, which share the tiles of a product."""
+    inner: float = 228.0
+    """The inner dimension at which a product reaches half of its rate."""
+    memory: float = 0.742
+    """Memory-bound kernels, of the memory's bandwidth."""
+    kernel_seconds: float = 3e-6
+    """What a kernel loses on the device at its start and end. Not fitted."""
+    host_seconds: float = 29.8e-6
+    """What the host needs for one kernel of eager mode."""
+    unhidden: float = 0.293
+    """The share of an overlapped collective that is paid all the same: it takes multiprocessors and bandwidth."""
+
+
+# FlashAttention 1 to 3 (Dao et al. 2022 and 2023, Shah et al. 2024: arXiv:2205.14135, 2307.08691, 2407.08608), figures
+# of speed with a head of 128 and a causal mask, over the data sheet's peak; flash1 as the series of llm-foundry has it.
+_AMPERE = {"flash1": (0.40, 0.32), "flash2": (0.65, 0.53), "fused": (0.65, 0.53)}
+_HOPPER = {"flash1": (0.22, 0.165), "flash2": (0.36, 0.30), "fused": (0.62, 0.50)}
+_HALF_LENGTH = 512
+"""The sequence at which a kernel of attention reaches half of its rate."""
+
+RATES = {
+    "a100": Rates(0.766, _AMPERE, 108),
+    "h100": Rates(0.602, _HOPPER, 132),
+    "h200": Rates(0.602, _HOPPER, 132),
+    "b200": Rates(0.602, _HOPPER, 148),
+    "mi300x": Rates(0.4, _HOPPER, 304),
+}
+"""By name of a device. The shares of products, memory, host and overlap are those of ``benchmarks/published/fit.py``,
+one fit on all series of docs/accuracy.md; those of a B200 and an MI300X are taken over, without rows that tell."""
+
+
+class Product(NamedTuple):
+    """``many`` matrix products of ``rows x inner`` by ``inner x columns``."""
+
+    rows: float
+    columns: float
+    inner: float
+    many: float = 1.0
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.rows * self.columns * self.inner * self.many
+
+    @property
+    def moved(self) -> float:
+        """Bytes in half precision."""
+        rows, columns, inner, many = self
+        return 2.0 * many * (rows * inner + inner * columns + rows * columns)
+
+    @property
+    def input_grad(self) -> Product:
+        return Product(self.rows, self.inner, self.columns, self.many)
+
+    @property
+    def weight_grad(self) -> Product:
+        return Product(self.columns, self.inner, self.rows, self.many)
+
+
+_TILES = ((256, 128, 1.0), (128, 128, 0.95), (64, 128, 0.8), (64, 64, 0.65))
+"""The tiles of a product, and their rate: smaller ones read more."""
+_FP8 = 1.6
+"""The rate of products in fp8, with the casts before them, relative to bf16."""
+
+
+def _filled(exact: float, waves: int) -> float:
+    """The rate of a product in whole waves of tiles. Libraries win back half of what the last wave leaves idle: they
+    split the inner dimension of its tiles (stream-K: Osama et al. 2023, arXiv:2301.03598)."""
+    return exact / (0.5 * exact + 0.5 * waves)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Devices in nodes."""
+
+    device: Device
+    rates: Rates
+    fp8: bool = False
+
+    def product(self, work: Product) -> float:
+        """Seconds of a product: whole tiles, in whole waves over the multiprocessors."""
+        rows, columns, inner, many = work
+        units = self.rates.units
+        tiles = ((rate, rows / x, columns / y) for x, y, rate in _TILES)
+        whole = max(
+            rate * _filled(down * across * many / units, ceil(ceil(down) * ceil(across) * many / units))
+            for rate, down, across in tiles
+        )
+        reached = self.peak * self.rates.product * whole * inner / (inner + self.rates.inner)
+        return max(work.flops / (reached * (_FP8 if self.fp8 else 1)), self.stream(work.moved)) + self.kernel
+
+    @property
+    def network(self) -> Network:
+        if self.device.network is None:
+            rule, works = "the device has no network, which says what collectives take", 'device="h100"'
+            raise_fault(Fault(rule, f"device={self.device.name!r}", works))
+        return self.device.network
+
+    @property
+    def peak(self) -> float:
+        return self.device.peak_flops["bfloat16"]
+
+    @property
+    def kernel(self) -> float:
+        return self.rates.kernel_seconds
+
+    def stream(self, moved_bytes: float) -> float:
+        """Seconds of a memory-bound operation."""
+        return moved_bytes / (self.device.bytes_per_second * self.rates.memory)
+
+    def attention(self, flops: float, kernel: str, sequence: int) -> tuple[float, float]:
+        """Seconds of a forward of so many FLOPs, and of its backward: five products in place of two, as it makes the
+        scores again."""
+        forward, backward = self.rates.attention[kernel]
+        reached = self.peak * sequence / (sequence + _HALF_LENGTH)
+        return flops / (reached * forward), 2.5 * flops / (reached * backward)
+
+    def collective(self, kind: str, size: float, ranks: int, stride: int = 1) -> float:
+        """Seconds of a collective of ``size`` bytes, the larger of input and output, over ranks that lie ``stride``
+        apart."""
+        on_node = min(ranks, max(1, self.network.node_devices // stride))
+        return self.network.seconds(kind, size, ranks, on_node)
+
+    def message(self, size: float, *, across: bool = False) -> float:
+        """Seconds of a message between two ranks, in one node or ``across`` two."""
+        return self.network.seconds("permute", size, 2, 1 if across else 2)
+
+
+MACHINES = {name: Machine(DEVICES[name], rates) for name, rates in RATES.items()}
+"""The known devices."""
+
+
+@called("machine_named()")
+def machine_named(name: str) -> Machine:
+    """The device of this name, with what it reaches of its peaks.
+
+    Raises:
+        ArgumentError: it is not known, or what it reaches is not.
+    """
+    device = device_named(name)
+    if device.name not in MACHINES:
+        rule = f"what the device reaches of its peaks is not known; it is of {', '.join(MACHINES)}"
+        raise_fault(Fault(rule, f"device={name!r}", 'device="h100"'))
+    return MACHINES[device.name]

@@ -1,0 +1,226 @@
+"""Search: all layouts of a model on so many GPUs, the best of them, and why the others fell out.
+
+Each layout has a bound that needs no simulation: the work of its slowest rank. Layouts are simulated from the lowest
+bound on, until it is above the step of the last that is shown; the rest is pruned.
+"""
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from torchckpt.errors import ArgumentError, called
+from torchckpt.jobs.job import Job
+from torchckpt.jobs.layout import SOFTWARE, Layout
+from torchckpt.jobs.memory import memory_of
+from torchckpt.jobs.model import Model
+from torchckpt.jobs.plan import BUFFERS, MARGIN, JobPlan, fitting
+from torchckpt.jobs.rates import Machine
+from torchckpt.planning.draw.units import aligned, percent
+from torchckpt.planning.work.host import Host
+
+__all__ = ["SearchResult", "search_layouts"]
+
+_BEST = 20
+_MICRO_BATCHES = (1, 2, 4, 8)
+_SCHEDULES = ("1f1b", "interleaved_1f1b", "zero_bubble", "zbv")
+_CHUNKS = (2, 4)
+_COLUMNS = ",tp,cp,ep,pp,dp,micro,schedule,state,recompute,step,tokens/s/GPU,MFU,peak,bubble,recomputed,away,bound"
+_PLANNED = 5
+"""The best layouts that are planned block by block as well."""
+
+
+@dataclass
+class SearchResult:
+    """What a search has found so far."""
+
+    best: list[JobPlan] = field(default_factory=list)
+    """The plans, shortest step first."""
+    layouts: int = 0
+    simulated: int = 0
+    pruned: int = 0
+    """Layouts whose bound is above the step of the last of ``best``."""
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Why layouts fell out."""
+    is_whole: bool = False
+    """Whether the search came to its end."""
+
+    def __str__(self) -> str:
+        rows = [tuple(_COLUMNS.split(","))]
+        rows += [self._row(place, plan) for place, plan in enumerate(self.best, 1)]
+        counted = ", ".join(f"{reason} {count}" for reason, count in self.reasons.most_common())
+        ended = "" if self.is_whole else "; interrupted"
+        return (
+            f"{aligned(rows)}\n\n{self.layouts} layouts: {self.simulated} simulated, {self.pruned} pruned by their "
+            f"bound; fell out: {counted or 'none'}{ended}"
+        )
+
+    @staticmethod
+    def _row(place: int, plan: JobPlan) -> tuple[str, ...]:
+        layout = plan.job.layout
+        name = layout.schedule + (f" x{layout.chunks}" if layout.chunks > 1 else "")
+        split = (layout.tp, layout.cp, layout.ep, layout.pp, layout.dp, layout.micro_batch)
+        return (
+            str(place), *map(str, split), name if layout.pp > 1 else "-", layout.state, layout.recompute,
+            f"{plan.step_seconds:.4g} s", f"{plan.tokens_per_second:.0f}", percent(plan.mfu),
+            f"{plan.peak_bytes / 1e9:.1f} GB", percent(plan.bubble), percent(plan.recomputed_share),
+            percent(plan.away_share), f"{plan.bound_seconds:.4g} s",
+        )  # fmt: skip
+
+    def as_json(self) -> dict[str, object]:
+        """All numbers, for a file."""
+        return {
+            "best": [plan.as_json() for plan in self.best],
+            "layouts": self.layouts,
+            "simulated": self.simulated,
+            "pruned": self.pruned,
+            "reasons": dict(self.reasons),
+            "whole": self.is_whole,
+        }
+
+
+@called("search_layouts()")
+def search_layouts(
+    model: Model,
+    machine: Machine,
+    base: Layout,
+    device_bytes: float | None = None,
+    host: Host | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> SearchResult:
+    """The best layouts of ``model`` on ``base.gpus`` devices, with the batch and sequence of ``base``.
+
+    Tried are tp x cp x ep x pp x dp, micro-batches of 1 to 8, four schedules, ZeRO-1 and FSDP2, and what is recomputed:
+    nothing, the attention, everything; of the best also what the planner of pipelines chooses. An interrupt
+    (``KeyboardInterrupt``) ends the search with what it has.
+
+    Args:
+        host: as of :func:`~torchckpt.jobs.plan.plan_job`.
+        progress: is called with the layouts that are done, and all.
+
+    Raises:
+        ArgumentError: no layout divides, or none fits. The error counts the reasons.
+    """
+    memory = machine.device.memory_bytes if device_bytes is None else device_bytes
+    result = SearchResult()
+    try:
+        waiting = _bounded(model, machine, base, memory, result)
+        _simulate(waiting, memory, result, progress or (lambda done, of: None))
+        _plan_best(memory, host, result)
+        result.is_whole = True
+    except KeyboardInterrupt:
+        pass
+    if not result.best and result.is_whole:
+        reasons = ", ".join(f"{reason} {count}" for reason, count in result.reasons.most_common())
+        raise ArgumentError(
+            f"no layout fits\n  received: {model.name} on {base.gpus} {machine.device.name}: {reasons}\n"
+            f"  works:    gpus={2 * base.gpus}"
+        )
+    return result
+
+
+def _bounded(
+    model: Model, machine: Machine, base: Layout, memory: float, result: SearchResult
+) -> list[tuple[float, int, Job]]:
+    """The layouts that divide and whose state fits, each with the least seconds of its step; a heap."""
+    waiting: list[tuple[float, int, Job]] = []
+    for layout in _layouts(model, base, machine.network.node_devices):
+        result.layouts += 1
+        faults = list(layout.faults(model))
+        if faults:
+            result.reasons[faults[0].wrong] += 1
+            continue
+        job = Job(model, layout, machine)
+        ranks = memory_of(job, [0.0] * layout.pp)
+        if max(rank.total for rank in ranks) + BUFFERS > memory * (1 - MARGIN):
+            result.reasons["the state does not fit"] += 1
+            continue
+        heapq.heappush(waiting, (_least_seconds(job), result.layouts, job))
+    return waiting
+
+
+def _least_seconds(job: Job) -> float:
+    """The work of the rank that has most: no schedule makes a step shorter."""
+    work = [0.0] * job.layout.pp
+    for stage, rank in zip(job.stages, job.layout.placement):
+        again = stage.recompute_seconds if job.layout.recompute == "full" else 0.0
+        work[rank] += stage.forward_seconds + stage.input_grad_seconds + stage.weight_grad_seconds + again
+    return job.layout.micro_batches * max(work) + job.once_seconds
+
+
+def _simulate(
+    waiting: list[tuple[float, int, Job]], memory: float, result: SearchResult, progress: Callable[[int, int], None]
+) -> None:
+    count = len(waiting)
+    while waiting:
+        least, _, job = heapq.heappop(waiting)
+        if len(result.best) == _BEST and least > result.best[-1].step_seconds:
+            result.pruned = len(waiting) + 1
+            break
+        progress(count - len(waiting), count)
+        result.simulated += 1
+        try:
+            plan = fitting(job, memory)
+        except ArgumentError:
+            result.reasons["the micro-batches do not suit the schedule"] += 1
+            continue
+        if plan is None:
+            result.reasons["the activations do not fit"] += 1
+        else:
+            _keep(plan, result)
+
+
+def _plan_best(memory: float, host: Host | None, result: SearchResult) -> None:
+    for plan in result.best[:_PLANNED]:
+        if plan.job.layout.recompute == "full":
+            job = replace(plan.job, layout=replace(plan.job.layout, recompute="planned"))
+            if (better := fitting(job, memory, host)) is not None:
+                _keep(better, result)
+
+
+def _keep(plan: JobPlan, result: SearchResult) -> None:
+    result.best.append(plan)
+    result.best.sort(key=lambda plan: plan.step_seconds)
+    del result.best[_BEST:]
+
+
+def _layouts(model: Model, base: Layout, node: int) -> Iterator[Layout]:
+    """All layouts; tensor parallel stays inside of a node."""
+    for tp in _divisors(min(base.gpus, node)):
+        for cp in _divisors(base.gpus // tp):
+            for pp in _divisors(base.gpus // (tp * cp)):
+                dp = base.gpus // (tp * cp * pp)
+                for ep in _divisors(tp * cp * dp) if model.experts else (1,):
+                    split = replace(base, tp=tp, cp=cp, ep=ep, pp=pp, dp=dp)
+                    if base.global_batch % dp == 0 and base.sequence // cp >= 1024:
+                        yield from _variants(split)
+
+
+def _variants(split: Layout) -> Iterator[Layout]:
+    """FSDP2 is tried without a pipeline, in which it would keep what it gathers. Selective recomputation of a fused
+    attention frees nothing, so it is tried with the policy of torchtitan alone."""
+    states = ("zero1", "fsdp2") if split.pp == 1 else ("zero1",)
+    for micro_batch in _MICRO_BATCHES:
+        if split.global_batch % (split.dp * micro_batch):
+            continue
+        for schedule, chunks in _schedules(split.pp):
+            for state in states:
+                software = SOFTWARE["torchtitan" if state == "fsdp2" else "megatron"]
+                for recompute in ("none", "selective", "full")[:: 1 if state == "fsdp2" else 2]:
+                    yield replace(
+                        split, micro_batch=micro_batch, schedule=schedule, chunks=chunks, state=state,
+                        software=software, recompute=recompute,
+                    )  # fmt: skip
+
+
+def _schedules(pp: int) -> Iterator[tuple[str, int]]:
+    if pp == 1:
+        yield "1f1b", 1
+        return
+    for name in _SCHEDULES:
+        yield from ((name, chunks) for chunks in (_CHUNKS if name == "interleaved_1f1b" else (1,)))
+
+
+def _divisors(number: int) -> Iterator[int]:
+    return (divisor for divisor in range(1, number + 1) if number % divisor == 0)
