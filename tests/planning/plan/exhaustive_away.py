@@ -46,7 +46,9 @@ class Pipeline:
         for i in range(m):
             actions += [(False, i), *([(True, i + ahead)] if i + ahead < m else [])]
         blocks = range(self.n)
-        return [(is_forward, i * self.n + b) for is_forward, i in actions for b in (blocks if is_forward else blocks[::-1])]
+        return [
+            (is_forward, i * self.n + b) for is_forward, i in actions for b in (blocks if is_forward else blocks[::-1])
+        ]
 
     def tail(self, p: int, order: list[tuple[bool, int]], rank: int) -> list[int]:
         """The least seconds from the start of each block to the end of the step."""
@@ -79,7 +81,11 @@ class Pipeline:
             after = set()
             for ranks in layer:
                 each = [
-                    {self.tick(choice, number) for choice in self.choices(ranks, number) if now + self.least(choice, number) < below}
+                    {
+                        self.tick(choice, number)
+                        for choice in self.choices(ranks, number)
+                        if now + self.least(choice, number) < below
+                    }
                     for number in range(len(ranks))
                 ]
                 after.update(product(*each))
