@@ -38,8 +38,7 @@ class Away(NamedTuple):
 
 def planned_away(problem: Problem) -> Away | None:
     """The shortest plan with a host that is found; None if none fits."""
-    assert problem.host is not None
-    search = Search(Simulator(problem, problem.host), problem.host_bytes, bound_seconds(problem), drops=True)
+    search = _search(problem, drops=True)
     starts, alone = search.starts(), _offloading(problem)
     starts = sorted([*starts, *([alone] if alone else [])], key=lambda candidate: candidate.step.key)
     return _away(problem, search.best(starts).step.ranks) if starts else None
@@ -53,9 +52,12 @@ def offload_only(problem: Problem) -> float:
 
 @lru_cache(maxsize=1)
 def _offloading(problem: Problem) -> Candidate | None:
+    return min(_search(problem, drops=False).starts(), key=lambda candidate: candidate.step.key, default=None)
+
+
+def _search(problem: Problem, drops: bool) -> Search:
     assert problem.host is not None
-    search = Search(Simulator(problem, problem.host), problem.host_bytes, bound_seconds(problem), drops=False)
-    return min(search.starts(), key=lambda candidate: candidate.step.key, default=None)
+    return Search(Simulator(problem, problem.host), problem.host_bytes, bound_seconds(problem), drops)
 
 
 def _away(problem: Problem, ranks: list[Rank]) -> Away:
