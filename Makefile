@@ -46,7 +46,7 @@ test-runs:
 slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow
 
-# An exception at every operation of a step of each tool, and ranks that are killed or stopped: some 20 minutes.
+# An exception at every operation of a step of each tool, and ranks that are killed or stopped: an hour.
 faults: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "faults" tests/faults
 

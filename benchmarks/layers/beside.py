@@ -138,15 +138,20 @@ def draw(models: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _chart(found: dict[str, Any]) -> str:
+    """The chart of one model: up, extra time, or extra FLOPs where nothing was timed. Compiled code counts none."""
+    is_timed = all("step" in row for row in found["rows"].values())
     points: dict[str, list[tuple[int, float]]] = {"ours": [], **{tool: [] for tool in _TOOLS.values()}}
     for key, row in found["rows"].items():
         tool = next((tool for start, tool in _TOOLS.items() if key.startswith(start)), "ours")
-        points[tool].append((row["peak bytes"], row["step"].median - 1))
+        cost = row["step"].median - 1 if is_timed else row["flops"]
+        if cost is not None:
+            points[tool].append((row["peak bytes"], cost))
     own = points.pop("ours")
-    title = f"{NAMES[found['model']]}: bytes and extra time, by layers and otherwise"
+    cost_name = "extra time" if is_timed else "extra FLOPs"
+    title = f"{NAMES[found['model']]}: bytes and {cost_name}, by layers and otherwise"
     return draw_frontier(
-        own, points, eager_peak_bytes=found["eager bytes"], title=title, name="checkpoint_layers(budget=)",
-        cost="extra time",
+        own, {tool: each for tool, each in points.items() if each}, eager_peak_bytes=found["eager bytes"], title=title,
+        name="checkpoint_layers(budget=)", cost=cost_name,
     )
 
 

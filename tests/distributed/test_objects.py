@@ -7,7 +7,8 @@ import torch.distributed as dist
 
 from tests.distributed.ranks import on_ranks
 from torchckpt.distributed import meeting
-from torchckpt.distributed.meeting import all_gather, broadcast
+from torchckpt.distributed.meeting import all_gather, broadcast, none_failed
+from torchckpt.errors import CheckpointError
 
 
 @pytest.mark.usefixtures("alone")
@@ -23,6 +24,18 @@ def of_two_lengths(rank):
 
 def test_two_processes_and_values_of_two_lengths(tmp_path):
     assert on_ranks(of_two_lengths, tmp_path) == [(["", "ab" * 1000], [[0], [1]], {"from": 0})] * 2
+
+
+def of_which_one_fails(rank):
+    none_failed(None)
+    try:
+        none_failed(CheckpointError("no memory") if rank else None)
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_what_one_process_could_not_do_is_raised_on_both(tmp_path):
+    assert on_ranks(of_which_one_fails, tmp_path) == ["no memory"] * 2
 
 
 @pytest.mark.usefixtures("alone")

@@ -53,11 +53,14 @@ def quiet() -> Iterator[None]:
 class Trial:
     """A training in which steps fail, beside what a step gives that does not."""
 
-    def __init__(self, name: str, depth: int = 2, steps: int | None = None) -> None:
+    def __init__(self, name: str, depth: int = 2) -> None:
+        self._tool, self._depth = TOOLS[name], depth
+        self._begin()
+
+    def _begin(self) -> None:
         torch.manual_seed(0)
-        self._tool = TOOLS[name]
-        self._training: Training = self._tool.make(depth)
-        for _ in range(self._tool.steps if steps is None else steps):
+        self._training: Training = self._tool.make(self._depth)
+        for _ in range(self._tool.steps):
             self._training.step()
         self._state = self._training.state()
         self._expected = self._training.seen()
@@ -78,7 +81,10 @@ class Trial:
     def problems(self, number: int, error: type[BaseException]) -> str:
         """What is not as it should be after a step in which the operator with this number raises ``error``."""
         with without_collector():
-            return "; ".join(self._problems(Faulty(number, error), number, error))
+            found = "; ".join(self._problems(Faulty(number, error), number, error))
+        if self._tool.plans_less and error is torch.OutOfMemoryError:
+            self._begin()
+        return found
 
     def _problems(self, faulty: Faulty, number: int, error: type[BaseException]) -> Iterator[str]:
         try:

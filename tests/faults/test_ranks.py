@@ -32,7 +32,7 @@ from torchckpt.errors import ScheduleError
 
 pytestmark = with_gloo
 
-STEPS, MICRO_BATCHES, FAULTY = FIRST_STEPS + 3, 4, 1
+STEPS, MICRO_BATCHES, FAULTY = FIRST_STEPS + 3, 8, 1
 PHASES = {"measuring": 1, "planning": FIRST_STEPS - 1, "planned": FIRST_STEPS + 1}
 """By phase, the step in which the fault is."""
 
@@ -75,6 +75,7 @@ def fault(case: Case) -> None:
 
 
 def faulty_gather(case: Case, gather, *args):
+    phases.all_gather = gather
     fault(case)
     return gather(*args)
 

@@ -11,6 +11,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 import torchckpt
 from tests.faults.gpt import TOKENS, WIDTH, WORDS, Block, Gpt, batch, loss_of
+from torchckpt import graph
 from torchckpt.distributed import recompute_ahead
 
 __all__ = ["TOOLS", "Tool", "Training", "same"]
@@ -71,7 +72,7 @@ def same(one: Any, other: Any) -> bool:
 # the tools ------------------------------------------------------------------------------------------------------------
 
 
-def of_model(model: Gpt) -> Training:
+def of_model(model: nn.Module) -> Training:
     tokens, target = batch()
 
     def run() -> list[Tensor]:
@@ -135,15 +136,34 @@ def by_hand(depth: int) -> Training:
     return Training([model], run)
 
 
+def piped(depth: int, **options: Any) -> torchckpt.Pipe:
+    balance = [1 + depth // 2, depth - depth // 2 + 1]
+    return torchckpt.Pipe(Gpt(depth), balance=balance, chunks=2, **options)
+
+
+def stepping(model: torchckpt.Pipe) -> Training:
+    tokens, target = batch()
+    return Training([model], lambda: [model.step(tokens, target=target, loss_fn=loss_of)])
+
+
 def pipe(depth: int) -> Training:
-    model = torchckpt.Pipe(Gpt(depth), balance=[1 + depth // 2, depth - depth // 2 + 1], chunks=2, checkpoint="always")
-    return of_model(model)  # type: ignore[arg-type]
+    return of_model(piped(depth, checkpoint="always"))
 
 
 def pipe_step(depth: int) -> Training:
-    model = torchckpt.Pipe(Gpt(depth), balance=[1 + depth // 2, depth - depth // 2 + 1], chunks=2, checkpoint="always")
-    tokens, target = batch()
-    return Training([model], lambda: [model.step(tokens, target=target, loss_fn=loss_of)])
+    return stepping(piped(depth, checkpoint="always"))
+
+
+def pipe_budget(depth: int) -> Training:
+    return of_model(piped(depth, budget="70%"))
+
+
+def pipe_step_budget(depth: int) -> Training:
+    return stepping(piped(depth, budget="80%"))
+
+
+def traced(depth: int) -> Training:
+    return of_model(graph.rematerialize(Gpt(depth), batch()[0], budget="90%"))
 
 
 def layers_budget(depth: int) -> Training:
@@ -185,6 +205,8 @@ class Tool(NamedTuple):
     """How many steps run before all are alike."""
     stays: bool = False
     """Whether a mode that counts operators stays entered from a step until the next one begins."""
+    plans_less: bool = False
+    """Whether a step has other operators after a lack of memory."""
 
 
 TOOLS = {
@@ -194,6 +216,9 @@ TOOLS = {
     "Checkpointing": Tool(by_hand),
     "Pipe": Tool(pipe),
     "Pipe.step": Tool(pipe_step),
+    "Pipe(budget=)": Tool(pipe_budget, 3, stays=True, plans_less=True),
+    "Pipe(budget=).step": Tool(pipe_step_budget, 3, plans_less=True),
+    "graph.rematerialize": Tool(traced, 2),
     "checkpoint_layers(budget=)": Tool(layers_budget, 4, stays=True),
     "recompute_ahead": Tool(schedule, 2),
     "recompute_ahead(budget=)": Tool(schedule_budget, 7),

@@ -2,16 +2,20 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from torchckpt import ArgumentError, checkpoint_layers
+from torchckpt import ArgumentError, CheckpointError, checkpoint_layers
 from torchckpt.layers.away import Away, HostLink, best_away, with_away
-from torchckpt.layers.plan import kept_within
-from torchckpt.layers.took import Call, Took
+from torchckpt.layers.known import KnownStep, KnownSteps, Limit, measured, ran_out
+from torchckpt.layers.plan import LayersPlan, kept_within
+from torchckpt.layers.took import Call, Took, of_another_size
+from torchckpt.regions.moved.copies import copies_of
 from torchckpt.testing import count_recomputes
 
 HOST = "1GiB"
@@ -65,7 +69,8 @@ def test_the_devices_own_peak_is_the_planned_one(accelerator, seed):
     assert plan.away
     assert taken[3] == taken[4] == plan.peak_bytes == plan.measured_peak_bytes <= budget  # others are counted
     assert f"{len(plan.away)} are on the host" in str(plan)
-    assert "<svg" in handle.draw()
+    assert " kept  away " in str(plan)
+    assert f"{plan.everything_kept_bytes / 1e6:.2f} MB" in handle.draw().partition("in place of ")[2][:12]
 
 
 @pytest.mark.accelerator
@@ -90,9 +95,192 @@ def test_no_host_memory_no_call_goes(accelerator):
 def test_on_a_cpu_nothing_goes():
     model = model_of(1)
     handle = checkpoint_layers(model, "*", budget="80%", host=HOST)
-    for _ in range(2):
+    model(torch.randn(16384, 16)).sum().backward()
+    with pytest.warns(UserWarning, match="there is nothing to send to a host"):
         model(torch.randn(16384, 16)).sum().backward()
     assert not handle.report().away
+
+
+class Tanh(nn.Module):
+    """It saves what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return torch.tanh(self.second(torch.tanh(self.first(x))))
+
+
+def planned_on(device, layer=lambda: Block(16, 32), **options):
+    """A model that has a plan with calls that are away, and its handle."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer() for _ in range(8))).to(device)
+    handle = checkpoint_layers(model, "*", **{"budget": "60%", "host": HOST} | options)
+    steps_of(model, device, 2)
+    return model, handle
+
+
+@pytest.mark.accelerator
+def test_calls_leave_and_come_back_where_the_plan_has_it(accelerator):
+    model, handle = planned_on(accelerator)
+    known = handle._steps._followed
+    known.plan = replace(known.plan, away=tuple(each._replace(release=8) for each in known.plan.away))
+    known.steps = 9  # no step is counted, so the peak is the device's
+    _, peaks = steps_of(model, accelerator, 1)
+    assert peaks == [known.plan.peak_bytes]
+
+
+@pytest.mark.accelerator
+def test_what_a_layer_returns_stays_and_is_not_copied(accelerator):
+    model, handle = planned_on(accelerator, Tanh)
+    arena = copies_of(accelerator).arena
+    arena.begin_peak()
+    _, peaks = steps_of(model, accelerator, 2)
+    assert arena.peak_bytes == handle.report().host_bytes > 0
+    assert peaks[1] <= handle.report().peak_bytes
+
+
+@pytest.mark.accelerator
+@pytest.mark.parametrize("host_bytes", [3 * 2**20, 5 * 2**20])
+def test_the_link_is_measured_within_the_bytes_of_the_host(accelerator, host_bytes):
+    arena = copies_of(accelerator).arena
+    arena.begin_peak()
+    planned_on(accelerator, host=host_bytes)
+    assert arena.peak_bytes <= host_bytes
+
+
+@pytest.mark.accelerator
+def test_nothing_goes_where_backwards_come_in_another_order(accelerator):
+    model = nn.Sequential(*(Block(16, 32) for _ in range(6))).to(accelerator)
+    handle = checkpoint_layers(model, "*", budget="60%", host=HOST)
+    for _ in range(4):
+        losses = [model(torch.randn(16384, 16, device=accelerator)).square().mean() for _ in range(2)]
+        for loss in losses:
+            loss.backward()
+    plan = handle.report()
+    assert not plan.away
+    assert plan.measured_peak_bytes <= plan.budget_bytes
+
+
+@pytest.mark.accelerator
+def test_pinned_memory_that_cannot_be_had_is_an_error_before_a_step(accelerator, monkeypatch):
+    real = torch.empty
+
+    def empty(*args, **kwargs):
+        if "pin_memory" in kwargs:
+            raise RuntimeError("the driver has none")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(copies_of(accelerator), "arena", type(copies_of(accelerator).arena)(accelerator))
+    ran = []
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(16, 32) for _ in range(8))).to(accelerator)
+    checkpoint_layers(model, "*", budget="60%", host=HOST)
+    model[0].register_forward_hook(lambda *args: ran.append("a layer"))
+    with pytest.raises(CheckpointError, match="the host has no pinned memory"):
+        steps_of(model, accelerator, 2)
+    assert ran == ["a layer"]
+
+
+def test_nothing_goes_where_ranks_communicate_inside_of_layers():
+    steps = KnownSteps(("0", "1", "2", "3"), Limit(20.0, None, HOST))
+    steps._device = torch.device("cpu")
+    with pytest.warns(UserWarning, match="ranks communicate inside of the chosen layers, so nothing is sent"):
+        steps.plan([KnownStep(key=(), took=took(4), limit_bytes=20.0)], lambda wish: frozenset())
+
+
+def away_alone():
+    """A known step that recomputes one call, and keeps none on the device."""
+    step = KnownStep(key=(), took=took(2))
+    step.follow(LayersPlan(step.took, ("0", "1"), 10.0, frozenset(), (Away(0, 1, 0),)))
+    return step
+
+
+def test_a_plan_that_keeps_nothing_here_is_made_again_too():
+    exceeded, out_of_memory = away_alone(), away_alone()
+    measured(exceeded, 20.0)
+    assert (exceeded.plan, exceeded.share) == (None, 0.5)
+    with pytest.warns(UserWarning, match="the next plan takes 90%"):
+        assert "budget=9 or less" in ran_out([out_of_memory])
+    assert out_of_memory.plan is None
+
+
+def backward(model, x):
+    model(x).square().mean().backward()
+
+
+def twice(model, x):
+    loss = model(x).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def penalised(model, x):
+    loss = model(x).square().mean()
+    gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    (loss + sum(gradient.square().sum() for gradient in gradients)).backward()
+
+
+def evaluated(model, x):
+    with torch.no_grad():
+        model.eval()(x)
+    model.train()(x)  # and a forward without a backward
+    backward(model, x)
+
+
+def half(model, x):
+    with pytest.raises(ValueError, match="in the middle"):
+        fails_in(model[6], model, x)
+    backward(model, x)
+
+
+def fails(*args):
+    raise ValueError("in the middle")
+
+
+def fails_in(layer, model, x, register="register_forward_pre_hook"):
+    with getattr(layer, register)(fails):
+        backward(model, x)
+
+
+def half_a_backward(model, x):
+    with pytest.raises(ValueError, match="in the middle"):
+        fails_in(model[3], model, x, "register_full_backward_hook")
+    model.zero_grad()
+    backward(model, x)
+
+
+def accumulated(model, x):
+    for part in x.chunk(2):
+        backward(model, torch.cat((part, part)))
+
+
+def changed(model, x):
+    y = model[:4](x)
+    model[4:](y).square().mean().backward()
+    backward(model, x)
+
+
+@pytest.mark.accelerator
+@pytest.mark.parametrize(
+    "step", [twice, penalised, evaluated, half, half_a_backward, accumulated, changed], ids=lambda step: step.__name__
+)
+def test_whatever_a_planned_step_does_gradients_are_those_of_the_plain_model(accelerator, step):
+    model, handle = planned_on(accelerator)
+    assert handle.plan.away
+    plain = copy.deepcopy(model)
+    for each in (plain, model):
+        for number in range(3):
+            torch.manual_seed(number)
+            each.zero_grad()
+            (step if number == 1 else backward)(each, torch.randn(16384, 16, device=accelerator))
+    pairs = zip(model.parameters(), plain.parameters())
+    assert all(torch.equal(parameter.grad, other.grad) for parameter, other in pairs)
+    gc.collect()
+    copies_of(accelerator).arena.begin_peak()
+    assert copies_of(accelerator).arena.used_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -126,6 +314,15 @@ def test_bytes_go_at_the_release_and_come_at_the_issue():
     rises = [call.backward_most - before.backward_most for call, before in zip(away.calls, plain.calls)]
     assert rises == [0.0, 3.0, 0.0, 0.0]  # from the backward of call 1 on
     assert away.calls[0].inner_bytes == 1.0
+    assert [call.forward_left for call in away.calls] == [3.0, 3.0, 0.0, 0.0]
+    assert [call.backward_left for call in away.calls] == [0.0, 3.0, 0.0, 0.0]
+
+
+def test_of_a_smaller_size_it_is_not_known_what_can_go():
+    sizes = {size: ((((size,),),), took(1, inner=4.0 * size, moved=3.0 * size)) for size in (8, 16)}
+    for size, moved in ((4, 0.0), (12, 36.0)):
+        foretold = of_another_size(sizes[8], sizes[16], ((size,),))
+        assert foretold is None or foretold[1].calls[0].moved_bytes == moved
 
 
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.7, 0.9])

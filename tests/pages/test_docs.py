@@ -97,7 +97,7 @@ def pasted(program: Sequence[Block], folder: Path) -> Path:
     text = ""
     for block in program:
         text += "\n" * (block.line - 1 - text.count("\n")) + block.code
-    if "init_process_group" in text:
+    if "init_process_group" in text or "init_distributed" in text:
         text += ENDING
     path = folder / "pasted.py"
     path.write_text(text)

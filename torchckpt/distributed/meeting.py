@@ -17,7 +17,7 @@ from torchckpt.distributed.message import read, written
 from torchckpt.errors import CheckpointError, ScheduleError
 from torchckpt.ranks.turns import Absent, told_by_all
 
-__all__ = ["all_gather", "broadcast", "check_the_same", "meeting", "together"]
+__all__ = ["all_gather", "broadcast", "check_the_same", "meeting", "none_failed", "together"]
 
 
 def all_gather(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -35,6 +35,13 @@ def all_gather(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     gathered = [torch.empty_like(padded) for _ in range(ranks)]
     dist.all_gather(gathered, padded, group=group)
     return [_object_of(each) for each in gathered]
+
+
+def none_failed(failure: CheckpointError | None) -> None:
+    """Raise what some process could not do, on all of them: else they would wait for it. Collective, likewise."""
+    failures = [each for each in all_gather(failure) if each is not None]
+    if failures:
+        raise failures[0]
 
 
 def broadcast(mine: Any) -> Any:

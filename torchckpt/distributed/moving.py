@@ -12,7 +12,6 @@ from torchckpt.planning.plan import PipelinePlan
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.core.scope import AroundRegion, Scope
-from torchckpt.regions.flags import thread
 from torchckpt.regions.live import LiveStorages
 from torchckpt.regions.moved.driven import Driven
 from torchckpt.regions.moved.region import Moved
@@ -79,12 +78,8 @@ class BoundaryScope(Scope):
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        before, thread.order = thread.order, self._driven
-        try:
-            with super().entered():
-                yield
-        finally:
-            thread.order = before
+        with self._driven.entered(), super().entered():
+            yield
 
     def run(
         self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options

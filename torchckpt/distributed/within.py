@@ -23,14 +23,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from torchckpt.distributed.ahead import SAME, RecomputeAhead
 from torchckpt.distributed.faults import first_cause, raise_without_regions
-from torchckpt.distributed.meeting import all_gather, check_the_same, together
+from torchckpt.distributed.meeting import all_gather, check_the_same, none_failed, together
 from torchckpt.distributed.moving import AllMoved, Boundaries, Going
 from torchckpt.distributed.phases import FIRST_STEPS, Following, Measuring
 from torchckpt.distributed.private import Live
@@ -48,7 +47,7 @@ from torchckpt.planning.step.measured import Spans, measured_timeline
 from torchckpt.regions.core.frame import SavedTensors
 from torchckpt.regions.core.scope import Scope
 from torchckpt.regions.live import LiveStorages
-from torchckpt.regions.moved.copies import copies_of
+from torchckpt.regions.moved.copies import copies_of, goes_from
 from torchckpt.regions.wrap.mixin import COMPILED
 from torchckpt.tensors import tensors_in
 
@@ -137,7 +136,7 @@ class RecomputeWithin(RecomputeAhead):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        self._live_bytes = None
+        self._live_bytes = self._boundaries = None
         if self._refusal is not None:
             raise self._refusal
         if self.is_training:
@@ -267,11 +266,11 @@ class RecomputeWithin(RecomputeAhead):
         order = self._phase.order(self._steps)
         if order is not self._order:
             self._run(order)
-        self._boundaries = None
         if self.plan is not None and self.plan.moves:
             self._boundaries = Boundaries(self.plan, self.rank)
             copies = copies_of(self._record.device)
-            copies.waits, copies.arena.peak_bytes = [], copies.arena.used_bytes
+            copies.waits = []
+            copies.arena.begin_peak()
         if self._phase.counts(self._steps):
             # A step that begins without gradients makes them; one of a plan is shown as it was.
             gc.collect()  # what is freed in the middle of the step would count as freed by it
@@ -312,34 +311,32 @@ class RecomputeWithin(RecomputeAhead):
             self._counted[stage] = replace(counted, blocks=tuple(blocks))
         with together("make a plan of the measured steps"), self._record.device_current():
             measured = self._gathered(None)
-            link = None if phase.host_bytes is None else self._measured_link()
-            following = phase.planned(measured, self._any_tied, self.pairs, link)
-            self._reserve_host(following.plan)
-        return following
+            link = None if phase.host_bytes is None else self._measured_link(phase.host_bytes[self.rank])
+            return phase.planned(measured, self._any_tied, self.pairs, link)
 
-    def _measured_link(self) -> MeasuredLink:
+    def _measured_link(self, host_bytes: float) -> MeasuredLink:
         """The link of this rank to its host, with all ranks copying. Collective."""
         regions = (region for going in self._going.values() for region in going)
         largest = max((sum(region.values()) for region in regions), default=0)
-        return measured_link(self._record.device, largest, dist.barrier)
+        return measured_link(self._record.device, int(min(largest, host_bytes)), none_failed)
 
     def _reserve_host(self, plan: PipelinePlan) -> None:
         """Have the host memory of ``plan`` before its first step. Collective, so that no rank waits for one without."""
-        outcome: CheckpointError | None = None
-        if plan.moves:
-            try:
+        failure: CheckpointError | None = None
+        try:
+            if goes_from(self._record.device):
                 copies_of(self._record.device).arena.reserve(int(plan.host_peak_bytes[self.rank]))
-            except CheckpointError as error:
-                outcome = error
-            errors = [each for each in all_gather(outcome) if each is not None]
-            if errors:
-                raise errors[0]
+        except CheckpointError as error:
+            failure = error
+        none_failed(failure)
 
     def _agree(self) -> None:
         """Before the first step of a phase, all processes compare what they were given. Collective."""
         with together("begin a step"), self._record.device_current():
             processes = all_gather((self._told(), self._is_tied()))
-        check_the_same(SAME, [told for told, _ in processes])
+            check_the_same(SAME, [told for told, _ in processes])
+            if self.plan is not None and self.plan.moves:
+                self._reserve_host(self.plan)
         self._any_tied = any(tied for _, tied in processes)
         self._phase = self._phase.agreed(self._any_tied)
 

@@ -42,12 +42,15 @@ def with_away(took: Took, away: Sequence[Away]) -> Took:
     calls, between = list(took.calls), list(took.between_most)
     for call, release, issue in away:
         moved = calls[call].moved_bytes
+        calls[call] = calls[call]._replace(forward_left=calls[call].forward_left + moved * (call < release))
         for place in range(call + 1, max(release, issue + 1)):
             each = calls[place]
             leaving, coming = moved * (place < release), moved * (place <= issue)
             calls[place] = each._replace(
                 forward_most=each.forward_most + leaving,
                 kept_most=each.kept_most + leaving,
+                forward_left=each.forward_left + leaving,
+                backward_left=each.backward_left + coming,
                 replay_most=each.replay_most + coming,
                 backward_most=each.backward_most + coming,
             )

@@ -116,6 +116,10 @@ class Counter:
         self.groups |= {group for group, number in _begun_collectives().items() if number != begun.get(group, 0)}
         self._note(Kind.AFTER, call)
 
+    def stay(self, outputs: Any) -> None:
+        """Note that a call has returned ``outputs``: the caller holds them, so they do not go."""
+        self._going.difference_update(key for tensor in tensors_in(outputs) for key in storage_of(tensor))
+
     @contextmanager
     def replay(self, call: int, recomputed: Collection[list[tuple[Tensor, int]]]) -> Iterator[None]:
         """A context around the replay of a call, which fills ``recomputed``."""
@@ -227,6 +231,8 @@ def _took(
         shared.append(alike)
     replays = [places.get((Kind.REPLAY, number), -1) for number in range(len(key))]
     timed = (call._replace(replay_seconds=min(alike)) for call, alike in zip(calls, shared))  # others were disturbed
+    if any(later > place for place, later in pairwise(filter(lambda place: place >= 0, replays))):
+        timed = (call._replace(moved_bytes=0.0) for call in timed)  # what goes comes back in reverse order
     return Took(tuple(timed), tuple(_between(moments, replays)))
 
 

@@ -118,13 +118,14 @@ class Steps:
         refuse_transforms()
         shapes, step.model = (step.model, *own), ()
         call, counter, is_kept = step.calls, step.counter, step.keeps(shapes)
-        is_away = step.driven is not None and call in step.away
-        note = partial(counter.backward, call) if counter is not None and (is_kept or is_away) else None
+        note = partial(counter.backward, call) if counter is not None and is_kept else None
         if step.driven is not None:
             step.driven.reaches((Kind.FORWARD, call))
             note = partial(step.goes_back, call, note)
         with PLAIN if counter is None else counter.forward(call, (args, kwargs)):
-            outputs = step.run(call, is_kept or is_away, function, args, kwargs, options)
+            outputs = step.run(call, is_kept, function, args, kwargs, options)
+        if step.is_learned and counter is not None:
+            counter.stay(outputs)
         step.hides |= step.is_learned and any(map(hides_tensors, tree_leaves((args, kwargs, outputs))))
         return step.marked_with(outputs, note)
 

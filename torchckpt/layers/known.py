@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchckpt.errors import BudgetInfeasible, Fault, called, raise_fault
+from torchckpt.errors import BudgetInfeasible, CheckpointError, Fault, called, raise_fault
 from torchckpt.layers.away import HostLink, best_away
 from torchckpt.layers.count import Counter
 from torchckpt.layers.plan import LayersPlan, Wish, chosen, kept_within
@@ -22,12 +22,14 @@ from torchckpt.measuring.link import measured_link
 from torchckpt.measuring.shapes import Settings, Shapes
 from torchckpt.planning.budget import Budget, budget_bytes, enough, whole
 from torchckpt.regions.live import allocator_of
-from torchckpt.regions.moved.copies import copies_of
+from torchckpt.regions.moved.copies import copies_of, goes_from
 from torchckpt.regions.saved import bytes_of
 
 __all__ = ["Foreseen", "KnownStep", "KnownSteps", "Limit", "has_run_out", "measured", "ran_out"]
 
 _CALLER = "checkpoint_layers"
+_NOTHING_GOES = "there is nothing to send to a host: what the layers save is there already"
+_NOT_AGREED = "ranks communicate inside of the chosen layers, so nothing is sent to a host"
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,8 @@ class KnownSteps:
         self._steps: Remembered[Key, KnownStep] = Remembered()
         self._warned: set[str] = set()
         self._link: HostLink | None = None
-        self._device: torch.device | None = None
+        self._device = torch.device("cpu")
+        """That of the step that began last."""
 
     def beginning(self, first: Shapes, device: torch.device, settings: Settings) -> list[KnownStep]:
         """The steps whose first call begins with ``first``; no steps that take less because they had gradients that
@@ -212,21 +215,24 @@ class KnownSteps:
         else:
             kept = chosen([_wish(step)])
         plan = LayersPlan(step.took, self.names, step.limit_bytes, kept)
-        if not step.unfit and agreed is None:
-            plan = self._with_host(plan)
+        if self._limit.host is not None and not step.unfit:
+            plan = self._with_host(plan, agreed is not None)
         if plan.peak_bytes > step.limit_bytes and step.share == 1.0 and agreed is None:
             raise self._limit.too_small(plan)
         return plan
 
-
-    def _with_host(self, plan: LayersPlan) -> LayersPlan:
+    def _with_host(self, plan: LayersPlan, is_agreed: bool) -> LayersPlan:
         """``plan``, or a shorter step that sends calls to the host."""
-        largest = max((call.moved_bytes for call in plan.took.calls), default=0.0)
-        if self._limit.host is None or self._device is None or not largest or len(plan.kept) == len(plan.took.calls):
+        if is_agreed or not goes_from(self._device):
+            self.warn(_NOT_AGREED if is_agreed else _NOTHING_GOES)
+            return plan
+        host_bytes = budget_bytes(self._limit.host or "", 0)
+        amounts = [call.moved_bytes for call in plan.took.calls if 0 < call.moved_bytes <= host_bytes]
+        if not amounts or len(plan.kept) == len(plan.took.calls):
             return plan
         if self._link is None:
-            out, back, _ = measured_link(self._device, int(largest), _no_barrier)
-            self._link = HostLink(budget_bytes(self._limit.host, 0), out, back)
+            out, back, _ = measured_link(self._device, int(max(amounts)), _meet_nobody)
+            self._link = HostLink(host_bytes, out, back)
         best = best_away(plan.took, self._link, partial(kept_within, plan.budget_bytes))
         if best is None:
             return plan
@@ -234,8 +240,10 @@ class KnownSteps:
         return replace(plan, kept=best[0], away=best[1])
 
 
-def _no_barrier() -> None:
+def _meet_nobody(failure: CheckpointError | None) -> None:
     """One device copies by itself."""
+    if failure is not None:
+        raise failure
 
 
 def _wish(step: KnownStep) -> Wish:
@@ -247,7 +255,7 @@ def measured(step: KnownStep, peak_bytes: float) -> None:
     if step.plan is None:
         return
     step.plan = replace(step.plan, measured_peak_bytes=peak_bytes)
-    if step.plan.kept:
+    if step.plan.not_recomputed:
         step.took_bytes([peak_bytes], [step.plan.budget_bytes])
 
 
@@ -257,7 +265,7 @@ def ran_out(steps: Iterable[KnownStep]) -> str:
     Returns:
         What to say of it.
     """
-    planned = [step for step in steps if step.plan is not None and step.plan.kept]
+    planned = [step for step in steps if step.plan is not None and step.plan.not_recomputed]
     if not planned:
         return "the step recomputes every chosen layer\n  works:    smaller batches, or more layers"
     least = min(step.plan.budget_bytes for step in planned if step.plan)

@@ -124,7 +124,12 @@ class LayersPlan(Drawn):
     @cached_property
     def not_recomputed(self) -> frozenset[int]:
         """The calls that are kept or away."""
-        return self.kept.union(each.call for each in self.away)
+        return self.kept | self.sent
+
+    @cached_property
+    def sent(self) -> frozenset[int]:
+        """The calls that are away."""
+        return frozenset(each.call for each in self.away)
 
     @property
     def recompute_seconds(self) -> float:
@@ -165,16 +170,18 @@ class LayersPlan(Drawn):
             ("if everything is kept", units.of_memory(self.everything_kept_bytes)),
             ("if everything is recomputed", units.of_memory(self.everything_recomputed_bytes)),
         ]
-        head = "layer", "calls", "kept", "bytes if kept", "if recomputed", "forward", "replay"
+        counts = "calls", "kept", *["away"] * bool(self.away)
+        head = "layer", *counts, "bytes if kept", "if recomputed", "forward", "replay"
         rows = [head, *(self._row(layer, name, units) for layer, name in enumerate(self.names))]
         return f"{self.summary}\n\n{aligned(peaks)}\n\n{aligned(rows)}"
 
     def _row(self, layer: int, name: str, units: Units) -> tuple[str, ...]:
         own = {place: call for place, call in enumerate(self.took.calls) if call.layer == layer}
-        counts = str(len(own)), str(len(self.kept & own.keys()))
+        counts = [own.keys(), self.kept & own.keys(), *[self.sent & own.keys()] * bool(self.away)]
         boundary, inner = (sum(map(attrgetter(of), own.values())) for of in ("boundary_bytes", "inner_bytes"))
         seconds = (sum(map(attrgetter(of), own.values())) for of in ("forward_seconds", "replay_seconds"))
-        return name, *counts, *map(units.of_memory, (boundary + inner, boundary)), *map(units.of_time, seconds)
+        texts = *map(units.of_memory, (boundary + inner, boundary)), *map(units.of_time, seconds)
+        return name, *map(str, map(len, counts)), *texts
 
     @property
     def summary(self) -> str:
@@ -189,7 +196,7 @@ class LayersPlan(Drawn):
 
     def _svg(self) -> str:
         """The step that keeps everything, and the planned one: when each call runs, and the memory under the budget."""
-        everything = replace(self, kept=frozenset(range(len(self.took.calls))))
+        everything = replace(self, kept=frozenset(range(len(self.took.calls))), away=())
         units = units_of_bytes(max(everything.peak_bytes, self.budget_bytes))
         peaks = units.of_memory(self.peak_bytes), units.of_memory(everything.peak_bytes)
         return svg(

@@ -19,7 +19,6 @@ from torchckpt.measuring.shapes import Shapes
 from torchckpt.planning import Kind
 from torchckpt.regions.core.frame import Frame, SavedTensors
 from torchckpt.regions.core.options import Options
-from torchckpt.regions.flags import thread
 from torchckpt.regions.moved.driven import Driven
 from torchckpt.regions.moved.region import Moved
 from torchckpt.regions.private import keep_from_dynamo
@@ -92,12 +91,6 @@ class Step:
     """What calls that are away follow."""
 
     @property
-    def away(self) -> frozenset[int]:
-        """The calls that go to the host, if it is clear which step it is."""
-        plan = self.known[0].plan if len(self.known) == 1 else None
-        return frozenset() if plan is None else frozenset(each.call for each in plan.away)
-
-    @property
     def is_alive(self) -> bool:
         """Whether a call waits for its backward; after very many calls, whether the newest one does."""
         while self.marks and not self.has_failed:
@@ -113,7 +106,7 @@ class Step:
         return self.has_failed or ((self.marked > 0 or self.calls == MOST_CALLS) and not self.is_alive)
 
     def keeps(self, shapes: Shapes) -> bool:
-        """Whether the next call, with these shapes, is kept."""
+        """Whether the next call, with these shapes, is kept, here or on the host."""
         call, had = self.calls, bool(self.known)
         self.known = [step for step in self.known if call < len(step.key) and step.key[call] == shapes]  # [3]
         self.is_other |= had and not self.known
@@ -123,15 +116,21 @@ class Step:
         self.calls += 1
         if self.agreed is not None:
             return call in self.agreed
+        if self.sends(call):
+            return True
         return bool(self.known) and all(step.plan is not None and call in step.plan.kept for step in self.known)
+
+    def sends(self, call: int) -> bool:
+        """Whether ``call``, which begins, goes to the host: if it is clear which step it is."""
+        plan = self.known[0].plan if self.known and self.driven is not None else None
+        return plan is not None and call in plan.sent
 
     def run(self, call: int, is_kept: bool, function: Function, args: Any, kwargs: Any, options: Options) -> Any:
         """Run a call: as a region, or not; then it is kept, or goes to the host."""
         self.is_in_kept = is_kept
         try:
             if is_kept:
-                is_away = self.driven is not None and call in self.away
-                return self.sent(call, function, args, kwargs) if is_away else function(*args, **kwargs)
+                return self.sent(call, function, args, kwargs)
             frame = Frame(options)
             if self.counter is not None:
                 frame.note = partial(self.counter.note, call)
@@ -145,15 +144,13 @@ class Step:
             self.is_in_kept = False
 
     def sent(self, call: int, function: Function, args: Any, kwargs: Any) -> Any:
-        """Run a call as a region that moves."""
-        assert self.driven is not None
-        moved = Moved(inputs=False)
-        self.driven.moves(call, moved)
-        before, thread.order = thread.order, self.driven
-        try:
+        """Run a call that is kept, as a region that moves if it goes to the host."""
+        if self.driven is None or not self.sends(call):
+            return function(*args, **kwargs)
+        with self.driven.entered():
+            moved = Moved(is_inner=True)
+            self.driven.moves(call, moved)
             outputs = moved.forward(function, args, kwargs)
-        finally:
-            thread.order = before
         moved.send()
         return outputs
 

@@ -122,6 +122,8 @@ def of_another_size(one: tuple[Key, Took], two: tuple[Key, Took], first: tuple[A
         Call(here.layer, *line(here[1:_BYTES], there[1:_BYTES], _LEAST_SECONDS), *line(here[_BYTES:], there[_BYTES:]))
         for here, there in each
     )
+    if wanted < min(Fraction(1), apart):  # what is smaller may be too small to go
+        calls = tuple(call._replace(moved_bytes=0.0) for call in calls)
     return found, Took(calls, line(took.between_most, other.between_most))
 
 

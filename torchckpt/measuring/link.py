@@ -1,21 +1,25 @@
 """Link: how fast a device copies to its host and back, and what that takes from its compute."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from torchckpt.errors import CheckpointError
 from torchckpt.regions.devices import Clock, Stamp, on
+from torchckpt.regions.moved.arena import Piece
 from torchckpt.regions.moved.copies import copies_of
 
 __all__ = ["MeasuredLink", "measured_link"]
 
 _ROUNDS = 5
 """The first is warm-up."""
-_LEAST_BYTES, _SHORTEST_SECONDS = 2**20, 1e-9
+_LEAST_BYTES, _MOST_BYTES, _SHORTEST_SECONDS = 2**18, 2**26, 1e-9
+
+Meeting: TypeAlias = "Callable[[CheckpointError | None], object]"
 
 
 class MeasuredLink(NamedTuple):
@@ -26,37 +30,55 @@ class MeasuredLink(NamedTuple):
     """The seconds of compute that a second of copying takes."""
 
 
-def measured_link(device: torch.device, size: int, wait: Callable[[], object]) -> MeasuredLink:
+def measured_link(device: torch.device, size: int, meet: Meeting) -> MeasuredLink:
     """Copy ``size`` bytes both ways at once, beside compute that reads and writes as many.
 
     Args:
         device: an accelerator.
-        size: such as that of the largest region; at least 1 MiB is copied.
-        wait: called before each round: a barrier, so that all devices which share a link copy at the same time.
+        size: the bytes that it may take here and on the host, such as those of the largest region.
+        meet: called before each round: a barrier, so that all devices which share a link copy at the same time. At
+            first with the error of a device that has no memory for it, which it raises: else others would wait.
     """
-    size = max(size, _LEAST_BYTES)
-    copies, clock = copies_of(device), Clock(device)
-    here = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(3)]
-    pieces = [copies.arena.take(size) for _ in range(2)]
-    host = [piece.bytes[:size] for piece in pieces]
-    rounds = []
+    size = min(max(size // 3, _LEAST_BYTES), _MOST_BYTES)
+    arena, failure = copies_of(device).arena, None
+    pieces: list[Piece] = []
+    try:
+        try:
+            here = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(3)]
+            pieces.extend(arena.take(size) for _ in range(2))  # the first stands there if the second cannot be had
+        except (CheckpointError, torch.OutOfMemoryError) as error:
+            failure = error if isinstance(error, CheckpointError) else _no_memory(device, size, error)
+        meet(failure)
+        return _measured(device, here, [piece.bytes[:size] for piece in pieces], meet)
+    finally:
+        for piece in pieces:
+            arena.give(piece.bytes)
+
+
+def _measured(device: torch.device, here: Sequence[Tensor], host: Sequence[Tensor], meet: Meeting) -> MeasuredLink:
+    (out, back), clock, size, rounds = copies_of(device).engines, Clock(device), host[0].numel(), []
     for _ in range(_ROUNDS):
         torch.accelerator.synchronize(device)
-        wait()
+        meet(None)
         alone = _timed(clock, None, here[2], here[2])
         torch.accelerator.synchronize(device)
-        out, back = copies.engines
         rounds.append([
             _timed(clock, out, host[0], here[0]), _timed(clock, back, here[1], host[1]),
             _timed(clock, None, here[2], here[2]), alone,
         ])
     seconds = clock.reader()
-    for piece in pieces:
-        copies.arena.give(piece.bytes)
     spans = [[seconds(end) - seconds(start) for start, end in each] for each in rounds[1:]]
     out_seconds, back_seconds, beside, without = (max(median(each), _SHORTEST_SECONDS) for each in zip(*spans))
     copied = min(beside, out_seconds) + min(beside, back_seconds)  # what of the copies ran beside the compute
     return MeasuredLink(size / out_seconds, size / back_seconds, max(0.0, beside - without) / copied)
+
+
+def _no_memory(device: torch.device, size: int, error: BaseException) -> CheckpointError:
+    return CheckpointError(
+        f"{device} has no memory left to measure its link to the host\n"
+        f"  received: {str(error).splitlines()[0]}; three times {size:,} bytes were wanted\n"
+        "  works:    the same without host=, or smaller batches"
+    )
 
 
 def _timed(clock: Clock, stream: torch.Stream | None, target: Tensor, source: Tensor) -> tuple[Stamp, Stamp]:

@@ -35,7 +35,7 @@ _RULES: dict[str, Callable[[Any], Any]] = {
     "sample_size": lambda value: 8 if isinstance(value, int) else value,
     "dropout": lambda value: DROPOUT,
     "norm_num_groups": lambda value: 8,
-    "block_out_channels": lambda value: tuple(8 * (1 + place) for place in range(len(value))),
+    "block_out_channels": lambda value: value if isinstance(value, int) else (*range(8, 8 * len(value) + 1, 8),),
     "layers_per_block": lambda value: 1 if isinstance(value, int) else value,
 }
 _TEXT = 24
@@ -88,7 +88,7 @@ def case(family: str) -> Case:
             reasons.append(f"{type(error).__name__}: {str(error).strip()[:300]}")
             continue
         return Case(family, partial(_built, cls, settings, inputs), switch)
-    raise RuntimeError(" | ".join(dict.fromkeys(reasons)))
+    raise RuntimeError(" | ".join(dict.fromkeys(reasons)) or "nothing here makes what its forward takes")
 
 
 def _built(cls: type[Any], settings: dict[str, Any], inputs: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:

@@ -11,7 +11,7 @@ from tests.distributed.stages import SINGLE, Stage, equal, gradients_of, loss_of
 from tests.settings import with_gloo
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead
-from torchckpt.errors import ArgumentError, BudgetInfeasible
+from torchckpt.errors import ArgumentError, BudgetInfeasible, CheckpointError, ScheduleError
 from torchckpt.planning.plan.run import fit_measured
 from torchckpt.planning.plan.run.extra_memory import beside_of, highest_bytes
 from torchckpt.regions.moved.copies import copies_of
@@ -116,6 +116,54 @@ def test_nothing_is_pinned_in_planned_steps(accelerator):
     before, x = arena.bytes, torch.randn(MICRO_BATCHES * ROWS, SIZE, device=accelerator)
     schedule.step(x, target=x)
     assert arena.bytes == before
+
+
+def test_pinned_memory_that_cannot_be_had_is_an_error_before_a_planned_step(accelerator, monkeypatch):
+    def refuse(size):
+        raise CheckpointError("the host has no pinned memory")
+
+    _, schedule = trained(NAMES[0], accelerator, 4, budget="50%", host=HOST)
+    monkeypatch.setattr(copies_of(accelerator).arena, "reserve", refuse)
+    for options in ({"budget": "50%", "host": HOST}, {"plan": schedule.plan}):
+        _, schedule = trained(NAMES[0], accelerator, 4 * ("budget" in options), **options)
+        schedule._stages[0].submod[0].register_forward_hook(raises)
+        with pytest.raises(CheckpointError, match="the host has no pinned memory"):
+            schedule.step(torch.randn(MICRO_BATCHES * ROWS, SIZE, device=accelerator))
+
+
+def test_the_peak_on_the_host_is_that_of_the_last_step(accelerator):
+    _, schedule = trained(NAMES[0], accelerator, 4, budget="50%", host=HOST)
+    arena = copies_of(accelerator).arena
+    arena.give(arena.take(2**30).bytes)  # somebody else has used it before
+    x = torch.randn(MICRO_BATCHES * ROWS, SIZE, device=accelerator)
+    schedule.step(x, target=x)
+    assert schedule.report().host_peak_bytes == schedule.plan.host_peak_bytes
+
+
+def raises(*args):
+    raise ValueError("in the middle")
+
+
+@pytest.mark.parametrize("hook", ["register_forward_pre_hook", "register_full_backward_hook"])
+def test_a_step_that_fails_and_an_evaluation_leave_nothing_to_the_next_step(accelerator, hook):
+    seen = []
+    for options in ({}, {"budget": "45%", "host": HOST}):
+        _, schedule = trained(NAMES[0], accelerator, 4, **options)
+        torch.manual_seed(5)
+        x = torch.randn(MICRO_BATCHES * ROWS, SIZE).to(accelerator)
+        if options:
+            stage = schedule._stages[-1].submod
+            with getattr(stage[2], hook)(raises), pytest.raises(ScheduleError):
+                schedule.step(x, target=x)
+            schedule.eval(x, target=x)
+            stage.zero_grad()
+        for each in range(2):
+            torch.manual_seed(each)
+            losses = []
+            schedule.step(x, target=x, losses=losses)
+            seen.append([loss.detach() for loss in losses])
+    assert equal(seen[0], seen[2])
+    assert equal(seen[1], seen[3])
 
 
 def test_a_budget_too_small_for_both(accelerator):

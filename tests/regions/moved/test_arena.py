@@ -3,12 +3,13 @@ from __future__ import annotations
 
 import random
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import count, pairwise
 
 import pytest
 import torch
 
 from tests.helpers import leaf
+from tests.regions.moved.calls import sizes
 from torchckpt.errors import CheckpointError
 from torchckpt.regions.moved import arena as arenas
 from torchckpt.regions.moved import copies
@@ -136,6 +137,34 @@ def test_where_there_is_none_nothing_is_lost(device, monkeypatch):
     region.release()
     loss.backward()
     assert torch.equal(x.grad, (x * 2).exp().detach() * 2)
+    copies.copies_of.cache_clear()
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_where_a_copy_fails_all_stays_and_its_pieces_are_given_back(device, monkeypatch, number):
+    copies.copies_of.cache_clear()
+    region, x = Moved(1), leaf(4, device=device)
+    loss = region.forward(lambda x: x.exp().exp().sum(), (x,), {})
+    assert len(sizes(region)) == 2
+    copy, calls = torch.Tensor.copy_, count()
+
+    def fails(*args, **options):
+        if next(calls) == number:
+            raise KeyboardInterrupt
+        return copy(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "copy_", fails)
+        with pytest.raises(KeyboardInterrupt):
+            region.send()
+    arena = copies.copies_of(x.device).arena
+    arena._settle()
+    assert arena.used_bytes == 0
+    region.release()
+    loss.backward()
+    expected = x.detach().requires_grad_()
+    expected.exp().exp().sum().backward()
+    assert torch.equal(x.grad, expected.grad)
     copies.copies_of.cache_clear()
 
 

@@ -62,6 +62,11 @@ class Arena:
         this, also during ``take``."""
         self._returned.append(Piece(room, read))
 
+    def begin_peak(self) -> None:
+        """From now on ``peak_bytes`` is that of what follows."""
+        self._settle()
+        self.peak_bytes = self.used_bytes
+
     def reserve(self, size: int) -> None:
         """Pin memory until there are ``size`` bytes. Raises ``CheckpointError`` if the host has not as many."""
         while self.bytes < size:

@@ -143,18 +143,28 @@ class Copies:
         return made
 
     def send(self, sources: Sequence[Bytes]) -> None:
-        """Queue their copies to the host, in this order."""
-        pieces = [self.arena.take(each.size) for each in sources]
+        """Queue their copies to the host, in this order. If that fails, all stay, and the pieces are given back."""
+        pieces: list[Piece] = []
+        try:
+            for each in sources:
+                pieces.append(self.arena.take(each.size))
+            ended = self._queue(sources, pieces)
+        except BaseException:
+            for piece in pieces:
+                self.arena.give(piece.bytes, piece.read)
+            raise
+        for each, piece in zip(sources, pieces):
+            each.piece, each.sent = piece, ended
+
+    def _queue(self, sources: Sequence[Bytes], pieces: Sequence[Piece]) -> torch.Event | None:
+        """Queue copies to the host; their end."""
         for stream in dict.fromkeys(stream for each in sources for stream in each.streams):
             _wait(self._out, _mark(stream))  # [1]
         with on(self._out):
             for each, piece in zip(sources, pieces):
                 _wait(self._out, piece.read)  # [2]
                 piece.bytes[: each.size].copy_(each.memory, non_blocking=True)
-                each.piece = piece
-        ended = _mark(self._out)
-        for each in sources:
-            each.sent = ended
+        return _mark(self._out)
 
     def fetch(self, targets: Iterable[Bytes]) -> None:
         """Queue the copies back of those that are away, in this order."""

@@ -2,9 +2,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from weakref import WeakValueDictionary
 
+from torchckpt.regions.flags import thread
 from torchckpt.regions.moved.order import Ordered
 
 __all__ = ["Driven"]
@@ -28,6 +30,15 @@ class Driven:
         for region, release, issue in moves:
             self._released[release].append(region)
             self._issued[issue].append(region)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside the block, regions that are made follow these moves, and no others."""
+        before, thread.order = thread.order, self
+        try:
+            yield
+        finally:
+            thread.order = before
 
     def begins(self, region: Ordered) -> None:
         """The forward of ``region`` begins: nothing follows from it."""

@@ -68,15 +68,15 @@ class Moved:
     """
 
     def __init__(
-        self, least_bytes: int = LEAST_BYTES, going: Collection[int] | None = None, inputs: bool = True
+        self, least_bytes: int = LEAST_BYTES, going: Collection[int] | None = None, is_inner: bool = False
     ) -> None:
         """
         Args:
             going: the numbers of its storages that go, as :attr:`away_numbers` of an equal region. They go even where
                 the caller still holds an input or an output, which it does for now. Default: found out.
-            inputs: whether its inputs may go.
+            is_inner: whether its inputs and outputs stay.
         """
-        self._least_bytes, self._going, self._inputs = least_bytes, going, inputs
+        self._least_bytes, self._going, self._is_inner = least_bytes, going, is_inner
         self._around: Hooks | None = None
         """The hooks around the region, while its forward runs."""
         self._slots: list[MovedSlot] = []
@@ -177,9 +177,9 @@ class Moved:
             for part in parts_that_go(slot.tensor, self._least_bytes):
                 saved.setdefault(storage_key(part), []).append((slot, part))
         inputs, results = _activations(arguments), _activations(outputs)
+        stay = inputs | results if self._is_inner else set()
         for number, (key, places) in enumerate(saved.items()):
-            may_go = number in self._going if self._going is not None else self._inputs or key not in inputs
-            if may_go:
+            if number in self._going if self._going is not None else key not in stay:
                 self._add(number, places, key in inputs, key in results)
         for slot in slots:
             if not slot.storages and slot.tensor is not None:
