@@ -13,7 +13,7 @@ from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead
 from torchckpt.errors import ArgumentError, BudgetInfeasible, CheckpointError, ScheduleError
 from torchckpt.planning.plan.run import fit_measured
-from torchckpt.planning.plan.run.extra_memory import beside_of, highest_bytes
+from torchckpt.planning.plan.run.extra_memory import beside_of, highest_bytes, peak_bytes
 from torchckpt.regions.moved.copies import copies_of
 from torchckpt.testing import count_recomputes
 
@@ -85,13 +85,14 @@ def test_equal_to_the_bit_and_within_the_budget(accelerator, name, budget):
 
 @pytest.mark.parametrize("budget", ["38%", "60%", "85%"])
 @pytest.mark.parametrize("name", NAMES)
-def test_bytes_of_each_action_are_those_of_the_plan(accelerator, name, budget, monkeypatch):
+def test_no_action_takes_more_than_planned(accelerator, name, budget, monkeypatch):
     measured = []
     monkeypatch.setattr(fit_measured, "beside_of", lambda *args: measured.append(beside_of(*args)) or measured[-1])
     _, schedule = trained(name, accelerator, 6, budget=budget, host="30MiB")
     planned, (beside,) = schedule.plan.step, measured
     for action, highest in zip(planned.schedule.ranks[0], highest_bytes(planned, 0, beside)):
-        assert schedule._phase.levels[action].highest == highest, action
+        assert schedule._phase.levels[action].highest <= highest, action  # more where a replay takes more than a backward
+    assert max(level.highest for level in schedule._phase.levels.values()) == peak_bytes(planned, 0, beside)
 
 
 def test_blocks_that_are_away_are_not_run_again(accelerator):

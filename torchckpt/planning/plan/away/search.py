@@ -91,17 +91,16 @@ class Search:
     def _tuned_in_turn(self, order: Sequence[int], habits: Habits) -> Candidate | None:
         genes = self.simulator.ideal(habits.pending)
         step = self.simulator.play(genes)
-        assert step is not None  # nothing has a limit
         for rank in order:
+            if step is None:
+                return None
             tuner = _Tuner(self, rank, self.simulator.times(step)[rank], max(step.key[0], self.target))
             tuner.run(habits)
             if tuner.gene is None:
                 return None
             genes[rank] = tuner.gene
             step = self.simulator.play(genes)
-            if step is None:
-                return None
-        return Candidate(genes, step)
+        return Candidate(genes, step) if step else None
 
     def _changed(self, best: Candidate, until: int, heat: float) -> Candidate:
         """Change ``best`` until so much has been simulated. Up to ``heat``, steps may get longer for a while."""
