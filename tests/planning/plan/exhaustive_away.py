@@ -45,15 +45,8 @@ class Pipeline:
         actions = [(True, i) for i in range(ahead)]
         for i in range(m):
             actions += [(False, i), *([(True, i + ahead)] if i + ahead < m else [])]
-<<<<<<< HEAD
-        blocks = range(self.n)
-        return [
-            (is_forward, i * self.n + b) for is_forward, i in actions for b in (blocks if is_forward else blocks[::-1])
-        ]
-=======
         both = range(self.n)[::-1], range(self.n)
         return [(is_forward, i * self.n + block) for is_forward, i in actions for block in both[is_forward]]
->>>>>>> w2/away
 
     def tail(self, p: int, order: list[tuple[bool, int]], rank: int) -> list[int]:
         """The least seconds from the start of each block to the end of the step."""
@@ -85,18 +78,7 @@ class Pipeline:
                 return now
             after = set()
             for ranks in layer:
-<<<<<<< HEAD
-                each = [
-                    {
-                        self.tick(choice, number)
-                        for choice in self.choices(ranks, number)
-                        if now + self.least(choice, number) < below
-                    }
-                    for number in range(len(ranks))
-                ]
-=======
                 each = [self.following(ranks, number, below - now) for number in range(len(ranks))]
->>>>>>> w2/away
                 after.update(product(*each))
             layer, now = after, now + 1
         return None
