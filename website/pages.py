@@ -13,7 +13,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-BENCHMARKS = ("graph", "offload", "overhead", "peers", "pipe", "pipeline", "simulator")
+BENCHMARKS = ("graph", "layers", "offload", "overhead", "peers", "pipe", "pipeline", "simulator")
 PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
