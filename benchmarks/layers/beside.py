@@ -123,7 +123,7 @@ def verdict(found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-_TOOLS = {EVERY: "every=k", "SAC": "torch's selective policies", COMPILED: "torch.compile, its budgets", TRACED: TRACED}
+_TOOLS = {EVERY: "every=k", "SAC": "torch's selective policies", COMPILED: "torch.compile, its budgets", TRACED: "graph.rematerialize"}
 
 
 def draw(models: Sequence[dict[str, Any]], path: Path) -> None:
