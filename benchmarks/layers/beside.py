@@ -123,7 +123,10 @@ def verdict(found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-_TOOLS = {EVERY: "every=k", "SAC": "torch's selective policies", COMPILED: "torch.compile, its budgets", TRACED: "graph.rematerialize"}
+_TOOLS = {
+    EVERY: "every=k", "SAC": "torch's selective policies", COMPILED: "torch.compile, its budgets",
+    TRACED: "graph.rematerialize",
+}  # fmt: skip
 
 
 def draw(models: Sequence[dict[str, Any]], path: Path) -> None:
