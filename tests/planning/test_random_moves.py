@@ -32,7 +32,7 @@ def test_times_and_bytes(seed):
     assert all(copies[key] == close(counted.copies[key]) for key in copies)
     for rank, levels in enumerate(counted.levels):
         if step.places[rank]:
-            found = {tuple(boundary): (high, left) for boundary, (high, left, _) in step.boundary_levels(rank).items()}
+            found = {tuple(boundary): level[:2] for boundary, level in step.boundary_levels(rank).items()}
             assert found == levels
         assert step.peak_bytes[rank] == timeline.peak_bytes[rank] == max(high for high, _ in levels.values())
     assert list(step.host_peak_bytes) == counted.host_bytes
