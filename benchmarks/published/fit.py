@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.published.predict import KINDS, figures, times  # noqa: E402
 from benchmarks.published.runs import Run, read_runs  # noqa: E402

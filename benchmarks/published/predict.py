@@ -13,7 +13,7 @@ from statistics import median
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.published.pairs import Pair, pairs_of  # noqa: E402
 from benchmarks.published.picture import drawn  # noqa: E402

@@ -130,7 +130,8 @@ class Step:
         self.is_in_kept = is_kept
         try:
             if is_kept:
-                return self.sent(call, function, args, kwargs)
+                is_plain = self.driven is None
+                return function(*args, **kwargs) if is_plain else self.sent(call, function, args, kwargs)
             frame = Frame(options)
             if self.counter is not None:
                 frame.note = partial(self.counter.note, call)

@@ -109,7 +109,7 @@ def test_2_a_piece_is_written_when_it_was_read(sim, copies, in_use):
     sim.synchronize()
     place = next(first.region._moving()).piece.bytes.data_ptr()
     with sim.held(copies._back):
-        first.region.issue()
+        first.region._begin()  # its backward, which has it issued
         second.forward()
         second.region.send()
         assert next(second.region._moving()).piece.bytes.data_ptr() == place
