@@ -198,4 +198,13 @@ def test_mutation_of_saved_tensors_where_torch_allows_it(function, afterwards, i
             program(call, x).sum().backward()
         return x.grad
 
-    assert torch.equal(gradient(call), gradient(plain))
+    assert torch.equal(gradient(call), twice_the_same(lambda: gradient(plain)))
+
+
+def twice_the_same(result):
+    """On a loaded machine one plain program of a hundred is wrong on the simulated device, which gives freed memory out
+    at once: torch tells saved tensors apart by their addresses (``_MutationContext``)."""
+    first = result()
+    while not torch.equal(first, again := result()):
+        first = again
+    return first
