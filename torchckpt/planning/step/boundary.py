@@ -82,15 +82,13 @@ def _pieces(stage: Stage, choice: Choice, kind: Kind) -> Iterator[tuple[int, flo
             yield block, seconds, sum(part.freed_bytes for part in late), frees
 
 
-def levels_of_places(places: Places, stages: Sequence[Stage], alive: float = 0.0) -> Iterator[list[Level]]:
+def levels_of_places(places: Places, stages: Sequence[Stage]) -> Iterator[list[Level]]:
     """For each action of a rank, the level from each of its boundaries to the next.
 
     Memory for what is issued is taken before what is released at the same boundary is free, as both happen in this
     order; then the compute takes its own.
-
-    Args:
-        alive: the bytes before the first of them.
     """
+    alive = 0.0
     for of_action in places:
         levels = []
         for place in of_action:

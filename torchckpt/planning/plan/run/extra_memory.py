@@ -9,12 +9,12 @@ alive beside the extra memory of a block depends on where others leave and come 
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torchckpt.planning.order.schedule import Action, Kind, Schedule
-from torchckpt.planning.step.boundary import Place, levels_of_places, places_of
+from torchckpt.planning.step.boundary import levels_of_places, places_of
 from torchckpt.planning.step.memory import Level
 from torchckpt.planning.step.simulated import Step
 from torchckpt.planning.work.block import Stage
@@ -57,11 +57,15 @@ class MeasuredStep:
         step, extra = self._step(stages), {}
         for rank, order in enumerate(self.schedule.ranks):
             before = counted_left = 0.0
-            for action, counted in zip(order, step.levels(rank)):
+            is_in_pieces = any(self._level(action).pieces for action in order)
+            places = places_of(order, stages, step.choice, ()) if is_in_pieces else [()] * len(order)
+            in_places = levels_of_places(places, stages)
+            for action, counted, at, levels in zip(order, step.levels(rank), places, in_places):
                 level = self._level(action)
                 left = level.left - counted.left
                 enters = max(0.0, level.entered - counted_left - before)
-                pieces = dict(_pieces(step, action, level, counted_left, before))
+                by_block = {place.boundary.block: each for place, each in zip(at, levels)}
+                pieces = dict(_pieces(action, level, by_block, before))
                 extra[action] = ExtraMemory(level.highest - counted.highest - before, left - before, enters, pieces)
                 before, counted_left = left, counted.left
         return extra
@@ -74,12 +78,9 @@ class MeasuredStep:
 
 
 def _pieces(
-    step: Step, action: Action, level: Level, alive: float, before: float
+    action: Action, level: Level, counted: Mapping[int, Level], before: float
 ) -> Iterator[tuple[tuple[int, bool], ExtraMemory]]:
-    """The extra memory of the pieces of an action, which begins with ``alive`` bytes that count."""
-    (places,) = places_of([action], step.stages, step.choice, ())
-    (levels,) = levels_of_places([places], step.stages, alive)
-    counted = {place.boundary.block: level for place, level in zip(places, levels)}
+    """The extra memory of the pieces of an action, for the level of each of its blocks as it is ``counted``."""
     if not counted.keys() <= {piece.block for piece in level.pieces}:
         return
     for block, is_replay, highest, left in level.pieces:
@@ -111,8 +112,9 @@ def highest_bytes(step: Step, rank: int, beside: Mapping[Action, ExtraMemory]) -
         if kind is Kind.RECOMPUTE:
             replays[number] = max(measured.rises, replays.get(number, 0.0))
     before = counted_left = 0.0
-    pieces = step.places[rank] or [()] * len(step.schedule.ranks[rank])
-    for action, places, counted in zip(step.schedule.ranks[rank], pieces, step.levels(rank)):
+    places = step.places[rank] or [()] * len(step.schedule.ranks[rank])
+    in_places = levels_of_places(places, step.stages)
+    for action, counted, at, levels in zip(step.schedule.ranks[rank], step.levels(rank), places, in_places):
         choice, stage = step.choice(action.visit), step.stages[action.stage]
         extra = _of(action, beside)
         if action.kind is Kind.FORWARD:
@@ -127,28 +129,32 @@ def highest_bytes(step: Step, rank: int, beside: Mapping[Action, ExtraMemory]) -
         elif action.kind is Kind.INPUT_GRAD and choice.restored_by(Kind.BACKWARD):  # they were replayed by an R then
             extra = extra._replace(rises=max(extra.rises, replays.get(action.stage, 0.0)))
         highest = counted.highest + before + extra.rises
-        if places and beside.get(action, _NOTHING).pieces:
-            highest = max(_highest_of_pieces(step, action, places, counted_left, before, beside))
+        pieces = beside.get(action, _NOTHING).pieces
+        if at and pieces:
+            by_block = [(place.boundary.block, level.highest) for place, level in zip(at, levels)]
+            highest = before + max(_highest_of_pieces(action.kind, by_block, pieces, choice.recomputed))
         yield max(highest, counted_left + before + extra.enters)
         before, counted_left = before + extra.leaves, counted.left
 
 
 def _highest_of_pieces(
-    step: Step, action: Action, places: Sequence[Place], alive: float, before: float,
-    beside: Mapping[Action, ExtraMemory],
+    kind: Kind, counted: Sequence[tuple[int, float]], pieces: Mapping[tuple[int, bool], ExtraMemory],
+    recomputed: Collection[int],
 ) -> Iterator[float]:
-    """The most bytes from each boundary of an action to the next."""
-    pieces, recomputed = beside[action].pieces, step.choice(action.visit).recomputed
-    (levels,) = levels_of_places([places], step.stages, alive)
-    for place, level in zip(places, levels):
-        block = place.boundary.block
+    """The most bytes from each boundary of an action to the next, above the extra memory when it begins.
+
+    Args:
+        counted: the block of each boundary, and the most activations from there on.
+    """
+    before = 0.0
+    for block, highest in counted:
         piece, replay = pieces[block, False], pieces.get((block, True), _NOTHING)
         rises = piece.rises
-        if action.kind is Kind.FORWARD and block not in recomputed and (block, True) in pieces:
+        if kind is Kind.FORWARD and block not in recomputed and (block, True) in pieces:
             rises = piece.leaves + replay.rises
-        elif action.kind is Kind.BACKWARD and block in recomputed:
+        elif kind is Kind.BACKWARD and block in recomputed:
             rises = max(rises, replay.rises)
-        yield level.highest + before + rises
+        yield highest + before + rises
         before += piece.leaves + replay.leaves
 
 
