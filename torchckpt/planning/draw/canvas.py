@@ -22,6 +22,11 @@ class Canvas:
     def rectangle(self, x: float, y: float, width: float, height: float, **attributes: object) -> None:
         self._add("rect", x=x, y=y, width=width, height=height, **attributes)
 
+    def bar(self, x: float, y: float, width: float, height: float, tooltip: str, kind: str) -> None:
+        """A rectangle of the class ``kind``, which says its ``tooltip`` to a pointer that rests on it."""
+        box = _written({"x": x, "y": y, "width": width, "height": height, "class": kind})
+        self._parts.append(f"<rect{box}><title>{_clean(tooltip)}</title></rect>")
+
     def line(self, x1: float, y1: float, x2: float, y2: float, **attributes: object) -> None:
         self._add("line", x1=x1, y1=y1, x2=x2, y2=y2, **attributes)
 
