@@ -49,12 +49,16 @@ class SearchResult:
     def __str__(self) -> str:
         rows = [tuple(_COLUMNS.split(","))]
         rows += [self._row(place, plan) for place, plan in enumerate(self.best, 1)]
-        counted = ", ".join(f"{reason} {count}" for reason, count in self.reasons.most_common())
         ended = "" if self.is_whole else "; interrupted"
         return (
             f"{aligned(rows)}\n\n{self.layouts} layouts: {self.simulated} simulated, {self.pruned} pruned by their "
-            f"bound; fell out: {counted or 'none'}{ended}"
+            f"bound; fell out: {self.fell_out or 'none'}{ended}"
         )
+
+    @property
+    def fell_out(self) -> str:
+        """The reasons, most common first."""
+        return ", ".join(f"{reason} {count}" for reason, count in self.reasons.most_common())
 
     @staticmethod
     def _row(place: int, plan: JobPlan) -> tuple[str, ...]:
@@ -112,9 +116,8 @@ def search_layouts(
     except KeyboardInterrupt:
         pass
     if not result.best and result.is_whole:
-        reasons = ", ".join(f"{reason} {count}" for reason, count in result.reasons.most_common())
         raise ArgumentError(
-            f"no layout fits\n  received: {model.name} on {base.gpus} {machine.device.name}: {reasons}\n"
+            f"no layout fits\n  received: {model.name} on {base.gpus} {machine.device.name}: {result.fell_out}\n"
             f"  works:    gpus={2 * base.gpus}"
         )
     return result
