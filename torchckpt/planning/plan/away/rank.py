@@ -82,7 +82,7 @@ class Rank:
         self.starts: list[float] = []
         self.filled: list[float] = []
         """By place, the seconds of what else ran right before."""
-        self.place = self.next_use = 0
+        self.place = self.next_use = self.pieces = 0
         self.last_made = -1
         self.clock = self.message = self.bytes = self.drag = 0.0
         self.free = [0.0, 0.0]
@@ -93,14 +93,17 @@ class Rank:
         self.back: dict[tuple[int, int], float] = {}
         self.pending: deque[int] = deque()
         self.left_seconds = lane.plain_seconds
+        self.quiet = 0.0
+        """Up to then it is too early for the next copy back, while :attr:`message` is the same."""
+        self.unit = works[0].forward_until[-1] / max(1, works[0].blocks) if works else 0.0
 
     def __call__(self, start: float) -> float:
         visit, kind, begun = self.lane.visit_at[self.place], self.lane.kinds[self.place], self.clock
-        self.message = start
+        self.message, self.quiet = start, 0.0
         if start > begun or self.pending:
             self._fill(kind, visit)
         split = kind == INPUT_GRAD and self._splits(visit)
-        self.message = max(start, self.clock)
+        self.message, self.quiet = max(start, self.clock), 0.0
         self.filled.append(self.clock - begun)
         self.starts.append(self.message)
         if kind == FORWARD:
@@ -108,6 +111,7 @@ class Rank:
         else:
             self._backward(visit, split)
         self.place += 1
+        self.pieces += self.works[visit].blocks + 1
         if self.clock + self.left_seconds > self.limit:
             raise Unfit
         return self.clock
@@ -127,7 +131,7 @@ class Rank:
         for block in range(work.blocks + 1):
             need = work.need_bytes(block, away, self.dropped[visit])
             end = due + work.forward[block]
-            if self.free[1] < end and self._issue(block, need, end, due):
+            if self.free[1] < end >= self.quiet and self._issue(block, need, end, due):
                 need = work.need_bytes(block, away, self.dropped[visit])
             while leaving and leaving[0][0] <= due:
                 self._release(block)
@@ -155,7 +159,7 @@ class Rank:
             elif block < late:
                 need, seconds = work.freed[block], seconds + work.replay[block]
             end = max(due, awaited) + seconds
-            if self.free[1] < end:
+            if self.free[1] < end >= self.quiet:
                 self._issue(block, needs[block], end, due)
             while leaving and leaving[0][0] <= due:
                 self._release(block)
@@ -184,6 +188,7 @@ class Rank:
         work = self.works[visit]
         self.back[visit, block] = self._copy(1, max(self.clock, self.gone[visit, block]), work.back[block])
         self.bytes += work.moved[block]
+        self.quiet = 0.0
         self.issued.append((visit, block, len(self.order), at))
 
     def _copy(self, engine: int, start: float, seconds: float) -> float:
@@ -202,8 +207,7 @@ class Rank:
     def _issue(self, at: int, need: float, end: float, due: float) -> bool:
         """Issue copies back until their engine is busy up to ``end``, when the next piece ends, which takes ``need``
         bytes, after those are free that have left by ``due``. Returns whether a block was dropped for that."""
-        ended = sum([moved for end_of_copy, moved, _, _ in self.leaving if end_of_copy <= due])
-        outlook, habits, lane, unit, has_dropped = self.outlook, self.gene.habits, self.lane, self._unit, False
+        outlook, habits, lane, unit, has_dropped = self.outlook, self.gene.habits, self.lane, self.unit, False
         while self.free[1] < end and len(self.issued) < len(outlook.uses):
             visit, block = outlook.uses[len(self.issued)]
             gone = self.gone.get((visit, block), _LONG)
@@ -213,10 +217,12 @@ class Rank:
             if use > self.place:
                 begin = self.message + outlook.work_until[use] - outlook.work_until[self.place]
                 lag = max(0.0, begin - self.gene.times.starts[use])
-                ahead = outlook.latest[len(self.issued)] + lag - max(end, self.free[1])
+                latest = outlook.latest[len(self.issued)] + lag
+                ahead, self.quiet = latest - max(end, self.free[1]), latest - habits.early * unit
             if ahead > habits.early * unit:
                 break
             moved = self.works[visit].moved[block]
+            ended = sum([leaves for end_of_copy, leaves, _, _ in self.leaving if end_of_copy <= due])
             full = self._full(moved, use, max(0.0, need - ended))
             if full is None:
                 for place in range(self.place + (lane.kinds[self.place] != FORWARD), use + (use > self.place)):
@@ -230,11 +236,6 @@ class Rank:
             else:
                 break
         return has_dropped
-
-    @property
-    def _unit(self) -> float:
-        work = self.works[0]
-        return work.forward_until[-1] / max(1, work.blocks)
 
     def _full(self, moved: float, use: int, need: float) -> int | None:
         """The first place up to ``use`` that has no room for the next copy back, or ``_NOW``; None if all have."""
@@ -344,7 +345,7 @@ class Rank:
 
     def _run(self, kind: int, visit: int, early: int, seconds: float, need: float) -> bool:
         """Run a recompute or weight gradients. Returns False if there is no room, as something came back before."""
-        if self.free[1] < self.clock + seconds:
+        if self.free[1] < self.clock + seconds >= self.quiet:
             self._issue(0, need, self.clock + seconds, self.clock)
         while self.leaving and self.leaving[0][0] <= self.clock:
             self._release(0)
@@ -357,29 +358,37 @@ class Rank:
         return True
 
     def _recompute(self, idle: float) -> bool:
-        """Replay the dropped blocks of one of the next visits, as many as there is time and room for."""
-        lane, place, looked = self.lane, self.place, 0
+        """Replay the dropped blocks of one of the next visits, as many as there is time and room for. Where there is no
+        room, wait for copies out."""
+        lane, place, visits = self.lane, self.place, []
         while self.next_use < len(self.away) and lane.backward_place[self.next_use] < place:
             self.next_use += 1
         for visit in range(self.next_use, self.last_made + 1):
-            if looked == _LOOK:
-                break
             if self.dropped[visit] and not self.early[visit] and lane.forward_place[visit] < place:
-                looked += 1
-                if self._recompute_visit(visit, idle):
-                    return True
+                visits.append(visit)
+                if len(visits) == _LOOK:
+                    break
+        freed = wait = 0.0
+        for end, moved, _, _ in ((self.clock, 0.0, 0, 0), *self.leaving) if visits else ():
+            freed, wait = freed + moved, max(0.0, end - self.clock)
+            if wait >= idle:
+                return False
+            if any(self._recompute_visit(visit, idle - wait, wait, freed) for visit in visits):
+                return True
         return False
 
-    def _recompute_visit(self, visit: int, idle: float) -> bool:
+    def _recompute_visit(self, visit: int, idle: float, wait: float, freed: float) -> bool:
+        """The same of one visit, after ``wait`` seconds, when so many bytes are free that leave now."""
         work, first, use = self.works[visit], self.away[visit], self.lane.backward_place[visit]
         last, levels = first + self.dropped[visit], self.levels
-        high = max([self.bytes, *levels[self.place : use]])
+        high = max([self.bytes - freed, *levels[self.place : use]])
         for block in range(first, last):
             seconds = work.replay_until[last] - work.replay_until[block]
             need = work.freed_until[last] - work.freed_until[block]
             more = need + work.late_bytes(first, block - first) - work.late_bytes(first, last - first)
             if seconds * _PATIENCE > idle or not need or max(high + need, levels[use] + more) > self.budget:
                 continue
+            self.clock += wait
             if not self._run(RECOMPUTE, visit, last - block, seconds, need):
                 return False
             for place in range(self.place, use):

@@ -228,7 +228,7 @@ class _Tuner:
         if what in self._tried:
             return
         self._tried.add(what)
-        seconds, late = self.simulator.alone(self.rank, gene, self.times)
+        seconds, late = self.simulator.alone(self.rank, gene, self.times, self.key[0])
         key = max(seconds, self.until), late, sum(gene.dropped) + 1e-2 * sum(gene.away)
         if seconds < _LONG and key < self.key:
             self.key, self.recipe, self.gene = key, recipe, gene

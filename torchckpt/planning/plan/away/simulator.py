@@ -50,20 +50,20 @@ class Simulator:
 
     def play(self, genes: Sequence[Gene], limit: float = _LONG) -> Played | None:
         """The step with these genes. None if it does not fit, or takes longer than ``limit`` seconds."""
-        self.effort += sum(self.pieces)
         ranks = [self._rank(index, gene, limit) for index, gene in enumerate(genes)]
         try:
             played = run(self.program, ranks)
             seconds = max(rank.finish() for rank in ranks)
         except Unfit:
             return None
+        finally:
+            self.effort += sum(rank.pieces for rank in ranks)
         blocks = sum(1e-3 * sum(rank.dropped) + 1e-4 * sum(rank.away) for rank in ranks)
         return Played((seconds, sum(played.arrived) / len(played.arrived) + blocks), ranks, played)
 
     def alone(self, index: int, gene: Gene, times: Times, limit: float = _LONG) -> tuple[float, float]:
         """The seconds of the step if of all ranks this one alone had another gene than when its times were taken; and
         the seconds by which its actions end later than for a step of ``gene.until``, in all."""
-        self.effort += self.pieces[index]
         rank, longest, late = self._rank(index, gene, _LONG), 0.0, 0.0
         try:
             for arrived, tail in zip(times.arrived, times.tail):
@@ -74,6 +74,8 @@ class Simulator:
             return max(longest, rank.finish()), late
         except Unfit:
             return _LONG, _LONG
+        finally:
+            self.effort += rank.pieces
 
     def _rank(self, index: int, gene: Gene, limit: float) -> Rank:
         return Rank(self.lanes[index], self.works[index], self.host, gene, limit)
