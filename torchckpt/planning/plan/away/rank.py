@@ -22,10 +22,9 @@ __all__ = ["Gene", "Habits", "Rank", "Unfit"]
 
 _LOOK = 4
 """A rank looks at so many visits with dropped blocks for an early recompute."""
-_PATIENCE = 0.5
-"""It starts a recompute, or weight gradients, if this share of it can be done before the message arrives."""
 _LONG = float("inf")
 _NOW = -1
+_ROUNDING = 1e-9
 
 
 class Unfit(Exception):
@@ -323,7 +322,7 @@ class Rank:
                 continue
             if not self.pending:
                 return
-            ready = idle > 0.0 and idle >= _PATIENCE * self.works[self.pending[0]].weight_seconds
+            ready = idle > 0.0 and idle * (1 + _ROUNDING) >= self.works[self.pending[0]].weight_seconds
             if not (ready or len(self.pending) > self.gene.habits.pending or self._is_short(kind, visit)):
                 return
             self._weight()
@@ -386,7 +385,7 @@ class Rank:
             seconds = work.replay_until[last] - work.replay_until[block]
             need = work.freed_until[last] - work.freed_until[block]
             more = need + work.late_bytes(first, block - first) - work.late_bytes(first, last - first)
-            if seconds * _PATIENCE > idle or not need or max(high + need, levels[use] + more) > self.budget:
+            if seconds > idle * (1 + _ROUNDING) or not need or max(high + need, levels[use] + more) > self.budget:
                 continue
             self.clock += wait
             if not self._run(RECOMPUTE, visit, last - block, seconds, need):

@@ -38,7 +38,7 @@ _TRIES = 70
 """The recipes that are tried for a rank in one context."""
 _STARTS = 4
 """The steps that are changed a little; one of them is changed more."""
-_EFFORT, _STEPS_PLAYED = 2_200_000, (60, 4000)
+_EFFORT, _STEPS_PLAYED = 1_900_000, (60, 4000)
 """The pieces of compute to simulate in all; as steps, at least and at most."""
 _HEAT, _PATIENCE = 0.002, 3000
 """A changed step may be longer by this share, at first, for so many changes."""
@@ -69,7 +69,7 @@ class Search:
         candidates: list[Candidate] = []
         ranks = list(range(len(self.kitchens)))
         variants = [Habits(drops=self.drops, pending=pending) for pending in _PENDING] if self.is_split else [
-            Habits(drops=self.drops), Habits(drops=self.drops, early=_EARLY[-1], flying=_FLYING[-1]),
+            Habits(drops=self.drops), Habits(drops=self.drops, early=_EARLY[-1]),
         ]
         for habits in variants:
             for order in (ranks, ranks[::-1]):
