@@ -62,7 +62,9 @@ class Gene(NamedTuple):
 class Rank:
     """One rank in one step. A call runs its next action, which may start at ``start``, and returns when that ends."""
 
-    def __init__(self, lane: Lane, works: Sequence[Work], host: Host, gene: Gene, limit: float = _LONG) -> None:
+    def __init__(
+        self, lane: Lane, works: Sequence[Work], host: Host, gene: Gene, outlook: Outlook, limit: float = _LONG
+    ) -> None:
         """
         Args:
             limit: raise Unfit if the step takes longer.
@@ -70,9 +72,7 @@ class Rank:
         self.lane, self.works, self.host, self.gene, self.limit = lane, works, host, gene, limit
         self.away, self.dropped, self.early = gene.away, list(gene.dropped), [0] * len(gene.away)
         self.budget = lane.budget_bytes if gene.has_budget else _LONG
-        pace, flying = 1 + host.half_duplex, gene.habits.flying
-        self.outlook = Outlook(lane, works, self.away, self.dropped, gene.times.starts, pace, flying)
-        self.levels = self.outlook.levels
+        self.outlook, self.levels = outlook, list(outlook.levels)
         self.order: list[tuple[int, int, int]] = []
         """Each action: its kind, its visit, how many blocks it recomputes early."""
         self.released: list[tuple[int, int, int, int]] = []
@@ -342,19 +342,16 @@ class Rank:
         self.bytes -= work.full_bytes
         self.left_seconds -= work.weight_seconds
 
-    def _run(self, kind: int, visit: int, early: int, seconds: float, need: float) -> bool:
-        """Run a recompute or weight gradients. Returns False if there is no room, as something came back before."""
+    def _run(self, kind: int, visit: int, early: int, seconds: float, need: float) -> None:
+        """Run a recompute or weight gradients, for which there is room."""
         if self.free[1] < self.clock + seconds >= self.quiet:
             self._issue(0, need, self.clock + seconds, self.clock)
         while self.leaving and self.leaving[0][0] <= self.clock:
             self._release(0)
-        if self.bytes + need > self.budget:
-            return False
         self.order.append((kind, visit, early))
         self.bytes += need
         self.clock += seconds + self.drag
         self.drag = 0.0
-        return True
 
     def _recompute(self, idle: float) -> bool:
         """Replay the dropped blocks of one of the next visits, as many as there is time and room for. Where there is no
@@ -367,13 +364,13 @@ class Rank:
                 visits.append(visit)
                 if len(visits) == _LOOK:
                     break
-        freed = wait = 0.0
-        for end, moved, _, _ in ((self.clock, 0.0, 0, 0), *self.leaving) if visits else ():
-            freed, wait = freed + moved, max(0.0, end - self.clock)
-            if wait >= idle:
-                return False
+        wait = freed = 0.0
+        copies = iter(self.leaving)
+        while wait < idle and visits:
             if any(self._recompute_visit(visit, idle - wait, wait, freed) for visit in visits):
                 return True
+            end, moved, _, _ = next(copies, (_LONG, 0.0, 0, 0))
+            wait, freed = max(0.0, end - self.clock), freed + moved
         return False
 
     def _recompute_visit(self, visit: int, idle: float, wait: float, freed: float) -> bool:
@@ -388,11 +385,10 @@ class Rank:
             if seconds > idle * (1 + _ROUNDING) or not need or max(high + need, levels[use] + more) > self.budget:
                 continue
             self.clock += wait
-            if not self._run(RECOMPUTE, visit, last - block, seconds, need):
-                return False
+            self.early[visit] = last - block
+            self._run(RECOMPUTE, visit, last - block, seconds, need)
             for place in range(self.place, use):
                 levels[place] += need
             levels[use] += more
-            self.early[visit] = last - block
             return True
         return False

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torchckpt.planning.order.program import Run, run
-from torchckpt.planning.plan.away.outlook import Times
+from torchckpt.planning.plan.away.outlook import Outlook, Times
 from torchckpt.planning.plan.away.rank import Gene, Habits, Rank, Unfit
 from torchckpt.planning.plan.away.work import Work
 from torchckpt.planning.plan.problem import Problem
@@ -35,6 +35,8 @@ class Simulator:
         self.pieces = [2 * sum(work.blocks + 1 for work in of_rank) for of_rank in self.works]
         """Of each rank."""
         self.effort = 0
+        self._outlooks: dict[int, tuple[Gene, Outlook]] = {}
+        """By rank, that of the last step."""
         instructions = [
             (rank, place, *each[:2]) for rank, row in enumerate(self.program.ranks) for place, each in enumerate(row)
         ]
@@ -51,6 +53,7 @@ class Simulator:
     def play(self, genes: Sequence[Gene], limit: float = _LONG) -> Played | None:
         """The step with these genes. None if it does not fit, or takes longer than ``limit`` seconds."""
         ranks = [self._rank(index, gene, limit) for index, gene in enumerate(genes)]
+        self._outlooks = {index: (gene, rank.outlook) for index, (gene, rank) in enumerate(zip(genes, ranks))}
         try:
             played = run(self.program, ranks)
             seconds = max(rank.finish() for rank in ranks)
@@ -78,7 +81,14 @@ class Simulator:
             self.effort += rank.pieces
 
     def _rank(self, index: int, gene: Gene, limit: float) -> Rank:
-        return Rank(self.lanes[index], self.works[index], self.host, gene, limit)
+        return Rank(self.lanes[index], self.works[index], self.host, gene, self._outlook(index, gene), limit)
+
+    def _outlook(self, index: int, gene: Gene) -> Outlook:
+        if index in self._outlooks and self._outlooks[index][0] is gene:
+            return self._outlooks[index][1]
+        pace = 1 + self.host.half_duplex
+        arguments = gene.away, gene.dropped, gene.times.starts, pace, gene.habits.flying
+        return Outlook(self.lanes[index], self.works[index], *arguments)
 
     def times(self, played: Played) -> list[Times]:
         """The times of each rank."""
