@@ -1,4 +1,4 @@
-"""Tiny pipelines with a host: the plan is almost always the shortest there is, and the bound is never above that."""
+"""Tiny pipelines with a host: the plan is the shortest there is, and the bound is never above that."""
 from __future__ import annotations
 
 from itertools import product
@@ -10,12 +10,12 @@ from torchckpt.planning import Block, Host, Stage, one_f_one_b
 from torchckpt.planning.plan import plan_pipeline
 
 SIZES = [(1, 1, 2), (1, 2, 2), (1, 3, 2), (1, 2, 3), (1, 1, 4), (2, 2, 1), (2, 3, 1)]
-MORE = [(2, 2, 2), (2, 3, 2)]
+MORE = [(2, 2, 2), (2, 3, 2), (2, 4, 1), (2, 6, 1), (3, 3, 1), (3, 6, 1)]
 """Ranks, micro-batches, blocks of a stage."""
 
 
 @pytest.mark.parametrize("sizes", [SIZES, pytest.param(MORE, marks=pytest.mark.slow)])
-def test_almost_every_plan_is_the_shortest(sizes):
+def test_every_plan_is_the_shortest(sizes):
     longer = []
     for (p, m, n), k, budget in product(sizes, (1, 2, 4), (1, 2, 3)):
         if budget >= min(p, m) * n:
@@ -25,4 +25,4 @@ def test_almost_every_plan_is_the_shortest(sizes):
         shortest = Pipeline(p, m, n, budget, k).shortest(below=round(plan.step_seconds))
         assert plan.bound_seconds <= (plan.step_seconds if shortest is None else shortest) + 1e-6
         longer += [] if shortest is None else [(p, m, n, k, budget, plan.step_seconds, shortest)]
-    assert len(longer) <= 1, longer
+    assert not longer

@@ -69,7 +69,7 @@ class Search:
         candidates: list[Candidate] = []
         ranks = list(range(len(self.kitchens)))
         variants = [Habits(drops=self.drops, pending=pending) for pending in _PENDING] if self.is_split else [
-            Habits(drops=self.drops), Habits(drops=self.drops, early=_EARLY[-1]),
+            Habits(drops=self.drops), Habits(drops=self.drops, early=_EARLY[-1], flying=1.0 if self.drops else 0.0),
         ]
         for habits in variants:
             for order in (ranks, ranks[::-1]):
