@@ -1,11 +1,12 @@
 """Rank: one rank of a step with a host, which decides as it goes what to release, fetch, drop and replay.
 
 A rank runs its forwards and backwards in their order, and knows when the message for the next one arrives. Where it
-would idle, it recomputes blocks of its next backwards, or runs weight gradients that wait. A copy back is issued at the
-first boundary at which its engine would be free before the next one, if it is near its latest start and there is room
-up to its use. Where a block finds no room, the rank waits for copies out if it has the time. Else a kept block of the
-visit that is used last is dropped after all, as if it had never been kept; so is one if a copy back that is overdue
-finds no room. Bytes are those of :mod:`~torchckpt.planning.step.boundary`.
+would idle, it recomputes blocks of its next backwards, or runs weight gradients that wait, if that ends before the
+message is there; a recompute waits for copies out if it needs their room. A copy back is issued at the first boundary
+at which its engine would be free before the next one, if it is near its latest start and there is room up to its use.
+Where a block finds no room, the rank waits for copies out if it has the time. Else a kept block of the visit that is
+used last is dropped after all, as if it had never been kept; so is one if a copy back that is overdue finds no room.
+Bytes are those of :mod:`~torchckpt.planning.step.boundary`.
 """
 from __future__ import annotations
 
