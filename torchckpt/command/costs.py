@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["add_model", "model_costs", "model_faults"]
 
-_OF_MODEL = ("device", "efficiency", "dtype", "optimizer_bytes", "device_memory", "link_bandwidth", "kernels", "mesh")
+_OF_MODEL = ("device", "efficiency", "dtype", "optimizer_bytes", "device_memory", "link_bandwidth", "kernels", "mesh",
+             "profile")  # fmt: skip
 _OF_NUMBERS = (
     "stages", "blocks", "forward", "backward", "weight_grad", "recompute", "saved", "boundary", "first", "last",
 )
@@ -69,6 +70,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         help="ranks that a stage is spread over, such as dp=2,tp=8: the function is called with a DeviceMesh of them, "
         "and the share of one rank is counted",
     )
+    text = "run the stages on the device that is there, and take their seconds in place of those of --device"
+    group.add_argument("--profile", action="store_true", default=None, help=text)
 
 
 def model_faults(options: argparse.Namespace) -> None:
@@ -87,6 +90,10 @@ def model_faults(options: argparse.Namespace) -> None:
         return
     if misplaced:
         raise Unusable(f"{misplaced[0]} is given beside a model; {options.target} says what stages are and take")
+    clash = next((name for name in ("mesh", "efficiency") if options.profile and getattr(options, name)), None)
+    if clash is not None:
+        why = "the ranks of a mesh are not there to run" if clash == "mesh" else "what is run has no need of a share"
+        raise Unusable(f"--profile and --{clash} are both given, and {why}; works: {options.target} --profile")
     if options.device is None:
         raise Unusable(f"the model has no device; works: plan {options.target} --device h100")
     if options.budget is not None and options.device_memory is not None:
@@ -99,7 +106,7 @@ def model_costs(options: argparse.Namespace) -> PipelineCosts:
     """The costs of the stages that ``target`` makes."""
     from torchckpt.costs import fake_mesh, pipeline_costs
 
-    values = {name: getattr(options, name) for name in ("efficiency", "dtype", "optimizer_bytes", "kernels")}
+    values = {name: getattr(options, name) for name in ("efficiency", "dtype", "optimizer_bytes", "kernels", "profile")}
     values["link_bytes_per_second"] = options.link_bandwidth
     chosen = {name: value for name, value in values.items() if value is not None}
     try:

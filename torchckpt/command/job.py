@@ -21,7 +21,7 @@ _ALONE = (*_COUNTS, "policy", "sharding", "framework", "network", "search")
 _NOT_WITH = (
     "target", "csv", "ranks", "stages", "microbatches", "blocks", "forward", "backward", "weight_grad", "recompute",
     "saved", "boundary", "first", "last", "efficiency", "dtype", "optimizer_bytes", "kernels", "link_bandwidth",
-    "budget", "mesh",
+    "budget", "mesh", "profile",
 )  # fmt: skip
 _WORKS = "works: plan --model llama3-70b --gpus 64 --device h100 --tp 8 --pp 4 --dp 2 --global-batch 256"
 _HELP = {

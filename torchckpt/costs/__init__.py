@@ -3,6 +3,8 @@
     pipeline          what users call: ``pipeline_costs``
     chain             the stages, run one after the other on tensors without memory
     count             one stage: its forward and its backwards, by block; weights, gradients, optimizer state
+    profile           the seconds of one stage that is run
+    parts             the blocks, and what is before and after them
     repeat            blocks that are like two before them, which are not run
     mesh              what users call: ``fake_mesh``, ranks that are not there, for stages that are parallelized
     parallel          what one rank tells others, and what FSDP2 gathers
