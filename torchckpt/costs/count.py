@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchckpt.costs.collective import Collective
 from torchckpt.costs.operation import AFTER, BEFORE, BOTH_GRADS, FORWARD, INPUT_GRAD, REPLAY, Ledger, storages_in
 from torchckpt.costs.parts import Parts
 from torchckpt.costs.repeat import Repeats
 from torchckpt.modules import module_of
 from torchckpt.planning.work.block import Block
+from torchckpt.planning.work.collective import Collective
 from torchckpt.regions.saved import storage_of
 from torchckpt.tensors import inner_tensors, nodes_behind, tensors_in
 from torchckpt.typing import Function

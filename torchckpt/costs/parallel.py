@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchckpt.costs.collective import Collective
 from torchckpt.costs.mesh import Layout
 from torchckpt.costs.operation import BEFORE, BOTH_GRADS, FORWARD, REPLAY, Ledger, SecondsOf, storages_in
 from torchckpt.costs.private.mesh import bytes_alive, collective_kind, group_of, is_partial
 from torchckpt.errors import Fault, raise_fault
 from torchckpt.planning.device import Device
+from torchckpt.planning.work.collective import Collective
 from torchckpt.tensors import tensors_in
 
 __all__ = ["ParallelLedger"]

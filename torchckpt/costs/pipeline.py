@@ -25,6 +25,7 @@ from torchckpt.errors import Fault, called, check, raise_fault
 from torchckpt.planning.device import Device, device_named
 from torchckpt.planning.draw.units import aligned
 from torchckpt.planning.work.block import Block, Link, Stage, fixed
+from torchckpt.planning.work.collective import HEADS
 
 __all__ = ["EFFICIENCY", "PipelineCosts", "pipeline_costs"]
 
@@ -81,13 +82,8 @@ class PipelineCosts:
     def _collectives(self) -> str:
         """The collectives of the first block that has any, as a table."""
         blocks = (part.collectives for counted in self.counted for part in counted.blocks if part.collectives)
-        rows = [
-            (each.phase, each.kind, f"{each.dimension} ({each.ranks})", f"{each.bytes / 1e6:.4g} MB", str(each.count))
-            for each in next(blocks, ())
-        ]
-        if not rows:
-            return ""
-        return f"\n\n{aligned([('a block', 'collective', 'over', 'bytes', 'times'), *rows])}"
+        rows = [each.cells for each in next(blocks, ())]
+        return f"\n\n{aligned([HEADS, *rows])}" if rows else ""
 
 
 @called("pipeline_costs()")

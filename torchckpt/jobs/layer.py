@@ -7,6 +7,7 @@ from functools import cached_property
 from torchckpt.jobs.layout import Layout
 from torchckpt.jobs.model import Model
 from torchckpt.jobs.rates import Machine, Product
+from torchckpt.planning.work.collective import Collective
 
 __all__ = ["Head", "LayerWork", "Seconds"]
 
@@ -78,11 +79,7 @@ class LayerWork:
 
     def _beside_ring(self, forward: float, backward: float) -> tuple[float, float]:
         """Context parallel ranks pass keys and values around beside the attention."""
-        layout = self.layout
-        if layout.cp == 1:
-            return forward, backward
-        passed = layout.micro_batch * layout.sequence * 4.0 * self.model.kv_width / layout.tp
-        seconds = self.machine.collective("all_gather", passed, layout.cp, layout.tp)
+        seconds = self._seconds(self._ring)
         return max(forward, seconds), max(backward, 2 * seconds)
 
     @cached_property
@@ -117,19 +114,53 @@ class LayerWork:
         return 24 if self._software == "eager" else 12
 
     @cached_property
-    def collectives(self) -> float:
-        """Those of the forward; a backward has as many. With sequence parallel each all-reduce is an all-gather and a
+    def collectives(self) -> tuple[Collective, ...]:
+        """All of the layer, but those of FSDP2."""
+        ring = self._ring, self._ring._replace(phase="backward", count=2)
+        parts = (*self._forward, *self._backward, *self._again, *ring)
+        return tuple(each for each in parts if each.ranks > 1 and each.count)
+
+    @cached_property
+    def _forward(self) -> tuple[Collective, ...]:
+        """Those of the forward that a rank waits for. With sequence parallel each all-reduce is an all-gather and a
         reduce-scatter."""
-        layout, machine = self.layout, self.machine
-        size = 2.0 * layout.tokens * self.model.hidden
-        if layout.sequence_parallel:
-            seconds = 2 * sum(machine.collective(kind, size, layout.tp) for kind in ("all_gather", "reduce_scatter"))
-        else:
-            seconds = 2 * machine.collective("all_reduce", size, layout.tp)
-        seconds *= 0.35 if layout.software.async_tp else 1
-        if not self.dense and layout.ep > 1:
-            seconds += 2 * machine.collective("all_to_all", size * self.model.active / layout.tp, layout.ep, layout.tp)
-        return seconds
+        layout, size = self.layout, 2 * self.layout.tokens * self.model.hidden
+        experts = Collective(
+            "all_to_all", size * self.model.active // layout.tp, 1 if self.dense else layout.ep, "ep", "forward", 2
+        )
+        kinds = ("all_gather", "reduce_scatter") if layout.sequence_parallel else ("all_reduce",)
+        return (experts, *(Collective(kind, size, layout.tp, "tp", "forward", 2) for kind in kinds))
+
+    @cached_property
+    def _backward(self) -> tuple[Collective, ...]:
+        """As many, and the gradients of norms, of which each rank has a share of the tokens."""
+        layout, model = self.layout, self.model
+        sums = layout.state == "fsdp2" and layout.sequence_parallel and not layout.software.regathers
+        count = (2 if model.gated else 4) * sums
+        norms = Collective("all_reduce", 2 * model.hidden, layout.tp, "tp", "backward", count)
+        return (*(each._replace(phase="backward") for each in self._forward), norms)
+
+    @cached_property
+    def _again(self) -> tuple[Collective, ...]:
+        """Those of a replay: as the forward, but the last where it stops early. A selective one has none."""
+        if self.layout.recompute not in ("full", "planned"):
+            return ()
+        *others, last = (each._replace(phase="replay") for each in self._forward)
+        return (*others, last._replace(count=last.count - self.layout.software.stops_early))
+
+    @property
+    def _ring(self) -> Collective:
+        """The keys and values of a sequence."""
+        layout = self.layout
+        passed = layout.micro_batch * layout.sequence * 4 * self.model.kv_width // layout.tp
+        return Collective("all_gather", passed, layout.cp, "cp", "forward")
+
+    def _seconds(self, *collectives: Collective) -> float:
+        shares = {"tp": 0.35} if self.layout.software.async_tp else {}
+        return sum(
+            shares.get(each.dimension, 1.0) * self.machine.collective(each, self.layout.stride(each.dimension))
+            for each in collectives
+        )
 
     @cached_property
     def host(self) -> float:
@@ -145,21 +176,22 @@ class LayerWork:
         input_grad = sum(machine.product(product.input_grad) for product in self.products)
         weight_grad = sum(machine.product(product.weight_grad) for product in self.products)
         attended, attended_back = self.attention
-        whole = _beside_host(forward + attended + self.elementwise + self.collectives, self.host)
-        backward = input_grad + attended_back + 2 * self.elementwise + self.collectives + weight_grad
+        told, told_back = self._seconds(*self._forward), self._seconds(*self._backward)
+        whole = _beside_host(forward + attended + self.elementwise + told, self.host)
+        backward = input_grad + attended_back + 2 * self.elementwise + told_back + weight_grad
         return Seconds(
             whole,
             _beside_host(backward, 1.5 * self.host) - weight_grad,
             weight_grad,
             self._replay(whole),
-            2 * self.collectives,
+            told + told_back,
         )
 
     def _replay(self, forward: float) -> float:
         layout = self.layout
         if layout.recompute in ("full", "planned"):
             last = self.machine.product(self.products[3]) if layout.software.stops_early else 0.0
-            return forward - last
+            return forward - last - self._seconds(*self._forward) + self._seconds(*self._again)
         if layout.recompute == "none":
             return 0.0
         modules, products = layout.software.selective, self.products
@@ -211,8 +243,9 @@ class Head:
         machine, logits = self.machine, self.layout.tokens * self.model.vocab / self._ranks
         other = machine.stream((8 if self.layout.software.kernels == "compiled" else 20) * logits)
         if self.layout.head == "split":
-            size, pp = 2.0 * self.layout.tokens * self.model.hidden, self.layout.pp
-            other += machine.collective("broadcast", size, pp, self.layout.gpus // pp)
+            size = 2 * self.layout.tokens * self.model.hidden
+            sent = Collective("broadcast", size, self.layout.pp, "pp", "forward")
+            other += machine.collective(sent, self.layout.stride("pp"))
         forward, input_grad, weight_grad = (
             machine.product(each) for each in (self.product, self.product.input_grad, self.product.weight_grad)
         )

@@ -95,6 +95,16 @@ class Model:
             self.expert_ffn
         )
 
+    def whole_parameters(self, layer: int) -> int:
+        """Those of a layer that tensor parallel does not split: norms, biases of what its ranks sum, a router."""
+        count = 2 * (1 if self.gated else 2) + (1 + self.is_dense(layer) if self.has_biases else 0)
+        return count * self.hidden + (0 if self.is_dense(layer) else self.router_parameters)
+
+    @property
+    def norm_parameters(self) -> int:
+        """Of the norm before the head."""
+        return self.hidden * (1 if self.gated else 2)
+
     @property
     def embedding_parameters(self) -> int:
         return self.vocab * self.hidden
@@ -103,7 +113,7 @@ class Model:
     def parameters(self) -> int:
         layers = sum(self.layer_parameters(layer) for layer in range(self.layers))
         ends = self.embedding_parameters * (1 if self.tied else 2) + self.positions * self.hidden
-        return round(layers) + ends + self.hidden * (1 if self.gated else 2)
+        return round(layers) + ends + self.norm_parameters
 
     @property
     def active_parameters(self) -> int:

@@ -17,6 +17,7 @@ from torchckpt.planning.plan.pipeline import planned
 from torchckpt.planning.plan.problem import Problem, problem_of
 from torchckpt.planning.plan.result import PipelinePlan
 from torchckpt.planning.work.choice import Choice
+from torchckpt.planning.work.collective import HEADS
 from torchckpt.planning.work.host import Host
 
 __all__ = ["BUFFERS", "MARGIN", "JobPlan", "plan_job"]
@@ -96,7 +97,8 @@ class JobPlan:
         return times * bound + self.job.once_seconds
 
     def __str__(self) -> str:
-        return "\n\n".join((self.head, aligned(list(self._rows())), self.summary))
+        tables = [list(self._rows()), [HEADS, *(each.cells for each in self.job.collectives)]]
+        return "\n\n".join((self.head, *(aligned(rows) for rows in tables if len(rows) > 1), self.summary))
 
     @property
     def head(self) -> str:
@@ -147,6 +149,7 @@ class JobPlan:
             "recomputed_share": self.recomputed_share,
             "away_share": self.away_share,
             "device_bytes": self.device_bytes,
+            "collectives": [each._asdict() for each in self.job.collectives],
             "memory": [{**rank.parts, "buffers": BUFFERS} for rank in self.memory],
         }
 

@@ -38,7 +38,8 @@ class Network:
         348.9
 
         Args:
-            kind, size, ranks: as in ``torchckpt.costs.Collective``; ``on_node`` are the ranks of the group in one node.
+            kind, size, ranks: as in :class:`~torchckpt.planning.work.collective.Collective`.
+            on_node: the ranks of the group in one node.
         """
         if ranks == 1:
             return 0.0
