@@ -90,6 +90,13 @@ def test_numbers_for_a_file_and_the_picture():
     assert numbers["step"] == plan.step_seconds
     assert numbers["memory"][0]["buffers"] == BUFFERS
     picture = ElementTree.fromstring(drawn(plan))
-    bars = [bar for bar in picture.iter("{http://www.w3.org/2000/svg}rect") if len(bar)]
+    bars = [bar for bar in picture.findall("{*}rect") if len(bar)]
     assert len(bars) == 4 * 7
+    (step,) = picture.findall("{*}svg")
+    assert float(step.get("y")) > max(float(bar.get("y")) + float(bar.get("height")) for bar in bars)
+    assert float(picture.get("height")) == float(step.get("y")) + float(step.get("height"))
+    assert "1f1b, 4 stages, 128 micro-batches" in "".join(step.itertext())
+    tight = "".join(ElementTree.fromstring(drawn(plan_job(job(), 40e9))).find("{*}svg").itertext())
+    assert "everything kept" in tight
+    assert "planned within the budget of each rank" in tight
     assert all(math.isfinite(float(bar.get("height"))) for bar in bars)

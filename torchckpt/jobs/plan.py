@@ -16,6 +16,7 @@ from torchckpt.planning.draw.units import aligned, percent
 from torchckpt.planning.plan.pipeline import planned
 from torchckpt.planning.plan.problem import Problem, problem_of
 from torchckpt.planning.plan.result import PipelinePlan
+from torchckpt.planning.step.simulated import Step
 from torchckpt.planning.work.choice import Choice
 from torchckpt.planning.work.collective import HEADS
 from torchckpt.planning.work.host import Host
@@ -43,11 +44,14 @@ class JobPlan:
         peaks = None if self.pipeline is None else self.pipeline.peak_bytes
         return memory_of(self.job, peaks)
 
+    @property
+    def step(self) -> Step:
+        """The step of the pipeline; where there is none, of one micro-batch."""
+        return self.job.step if self.pipeline is None else self.pipeline.step
+
     @cached_property
     def step_seconds(self) -> float:
-        if self.pipeline is None:
-            return self.job.step_seconds
-        return self.job.seconds_of(self.pipeline.step)
+        return self.job.seconds_of(self.step)
 
     @property
     def peak_bytes(self) -> float:
@@ -69,8 +73,7 @@ class JobPlan:
     @cached_property
     def bubble(self) -> float:
         """The share of the step in which the ranks of a pipeline compute nothing."""
-        step = self.job.step if self.pipeline is None else self.pipeline.step
-        run = step.run
+        run = self.step.run
         busy = sum(end - start for pair in zip(run.starts, run.ends) for start, end in zip(*pair))
         return max(0.0, 1 - busy / (len(run.starts) * run.step_seconds))
 
@@ -149,6 +152,7 @@ class JobPlan:
             "recomputed_share": self.recomputed_share,
             "away_share": self.away_share,
             "device_bytes": self.device_bytes,
+            "summary": self.summary,
             "collectives": [each._asdict() for each in self.job.collectives],
             "memory": [{**rank.parts, "buffers": BUFFERS} for rank in self.memory],
         }
