@@ -62,8 +62,8 @@ def test_both_ways_give_the_same_costs(both):
     masked = 2 * TOKENS * SIZE.tokens * SIZE.width / tp  # torch's counter has the masked half of the scores as well
     assert block.forward_flops == LayerWork(job.model, job.layout, job.machine).flops + masked
     scales = 2 * 4 * TOKENS / tp  # that of each norm and token, which descriptions leave out
-    assert block.work.saved_bytes == job.saved[True].whole + scales + GENERATOR
-    assert block.work.boundary_bytes == job.saved[True].boundary
+    assert block.work.saved_bytes == job.work[True].saved.whole + scales + GENERATOR
+    assert block.work.boundary_bytes == job.work[True].saved.boundary
     (memory,) = memory_of(job)
     angles = 2 * 2 * SIZE.tokens * SIZE.head  # of rotations: two buffers
     assert sum(part.work.static_bytes for part in counted.parts) == memory.static + angles

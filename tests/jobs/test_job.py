@@ -127,8 +127,8 @@ def test_messages_between_nodes_take_longer():
 def test_what_a_backward_needs_beside_what_is_saved():
     """Gradients of activations, 0.3 of a layer, or what selective recomputation makes again; less the logits."""
     first, *_, last = memory_of(job())
-    assert first.working == 0.3 * job().saved[True].whole
+    assert first.working == 0.3 * job().work[True].saved.whole
     assert last.working == 0
     unfused = job(recompute="selective", software=Software(attention="unfused"))
-    saved = unfused.saved[True]
+    saved = unfused.work[True].saved
     assert memory_of(unfused)[0].working == saved.whole - saved.kept > 0

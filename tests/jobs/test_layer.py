@@ -62,13 +62,13 @@ def test_selective_recomputation_by_module():
 def test_collectives_of_tensor_parallel():
     size, network = 2.0 * 2048 * 4096, H100.network
     two = 2 * sum(network.seconds(kind, size, 8, 8) for kind in ("all_gather", "reduce_scatter"))
-    assert work(tp=8).seconds.collectives == 2 * two
-    assert work(tp=8, software=Software(async_tp=True)).seconds.collectives == pytest.approx(0.7 * two)
+    assert work(tp=8).collective_seconds == 2 * two
+    assert work(tp=8, software=Software(async_tp=True)).collective_seconds == pytest.approx(0.7 * two)
     assert work(tp=8, sequence_parallel=False).collectives == (
         Collective("all_reduce", size, 8, "tp", "forward", 2), Collective("all_reduce", size, 8, "tp", "backward", 2)
     )  # fmt: skip
     assert work().collectives == ()
-    assert work().seconds.collectives == 0
+    assert work().collective_seconds == 0
 
 
 def test_collectives_of_experts_and_of_context_parallel():
@@ -96,7 +96,7 @@ def test_products_reach_less_when_they_are_small_or_skinny():
 
 def test_a_replay_that_stops_early_leaves_out_the_last_product():
     def replay(stops_early):
-        return work(recompute="full", software=Software(stops_early=stops_early)).seconds.replay
+        return work(recompute="full", software=Software(stops_early=stops_early)).block.recompute_seconds
 
     last = H100.product(Product(2048, 4096, 14336))
     assert replay(False) - replay(True) == pytest.approx(last)

@@ -3,18 +3,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from torchckpt.jobs.layer import Head, LayerWork, Seconds
+from torchckpt.jobs.layer import Head, LayerWork
 from torchckpt.jobs.layout import Layout
 from torchckpt.jobs.model import Model
 from torchckpt.jobs.order import schedule_of
 from torchckpt.jobs.rates import Machine
-from torchckpt.jobs.saved import Saved, saved_of
 from torchckpt.planning.order.schedule import Schedule, Visit
 from torchckpt.planning.step.simulated import Step
-from torchckpt.planning.work.block import Block, Link, Stage, fixed
+from torchckpt.planning.work.block import NOTHING, Block, Link, Stage, fixed
 from torchckpt.planning.work.choice import Choice, Choices
 from torchckpt.planning.work.collective import Collective
 
@@ -47,7 +46,7 @@ class Job:
     def _balanced(self) -> list[int]:
         """Layers moved away from the last stage, to the latest of the others, until no stage has more FLOPs."""
         layers, others = self.model.layers, self.layout.pp - 1
-        layer, head = self._work[True].flops, self._head.product.flops
+        layer, head = self.work[True].flops, self._head.product.flops
 
         def most(last: int) -> float:
             return max(last * layer + head, math.ceil((layers - last) / others) * layer)
@@ -57,7 +56,7 @@ class Job:
         return [*(each + (stage >= others - more) for stage in range(others)), last]
 
     @cached_property
-    def _work(self) -> dict[bool, LayerWork]:
+    def work(self) -> dict[bool, LayerWork]:
         """The work of a layer, by whether it has an MLP in place of experts."""
         kinds = (True, False) if self.model.experts else (True,)
         return {dense: LayerWork(self.model, self.layout, self.machine, dense) for dense in kinds}
@@ -65,11 +64,6 @@ class Job:
     @cached_property
     def _head(self) -> Head:
         return Head(self.model, self.layout, self.machine)
-
-    @cached_property
-    def saved(self) -> dict[bool, Saved]:
-        """What a layer saves, by whether it has an MLP in place of experts."""
-        return {dense: saved_of(self.model, self.layout, dense=dense) for dense in self._work}
 
     def held_parameters(self, layer: int) -> tuple[float, float]:
         """The parameters of a layer on one rank before data parallel splits them: experts apart."""
@@ -86,7 +80,7 @@ class Job:
     def _stage(self, stage: int) -> Stage:
         dense = [self.model.is_dense(layer) for layer in self.layers[stage]]
         is_split, is_last = self.layout.head == "split", stage == len(self.layers) - 1
-        head = self._head.seconds if is_last or is_split else Seconds(0.0, 0.0, 0.0)
+        head = self._head.block(self.loss_bytes(stage) * self.holds_loss) if is_last or is_split else NOTHING
         once = self._head.embedding if stage == 0 else 0.0
         if self.layout.pp == 1:
             once += self._fsdp_ends
@@ -95,9 +89,9 @@ class Job:
         return Stage(
             tuple(self._blocks[each] for each in dense),
             fixed(once + self._sent(stage), once + self._sent(stage - 1)),
-            fixed(head.forward, head.input_grad, head.weight_grad, self.loss_bytes(stage) if self.holds_loss else 0.0),
+            head,
             message_bytes=0.0,
-            collective_seconds=sum(self._work[each].seconds.collectives for each in dense),
+            collective_seconds=sum(self.work[each].collective_seconds for each in dense),
         )
 
     def _sent(self, boundary: int) -> float:
@@ -125,19 +119,18 @@ class Job:
 
     @cached_property
     def _blocks(self) -> dict[bool, Block]:
-        return {dense: self._block_of(dense) for dense in self._work}
+        beside = self.layout.state == "fsdp2" and self.layout.pp == 1
+        return {dense: self._beside_weights(dense) if beside else work.block for dense, work in self.work.items()}
 
-    def _block_of(self, dense: bool) -> Block:
-        work, saved, recompute = self._work[dense].seconds, self.saved[dense], self.layout.recompute
-        forward, backward = work.forward, work.input_grad + (work.replay if recompute == "selective" else 0.0)
-        if self.layout.state == "fsdp2" and self.layout.pp == 1:
-            shared = self._shared_weights(sum(self.held_parameters(0 if dense else self.model.dense_layers)))
-            replay = work.replay * self.layout.recomputed_share if recompute == "full" else 0.0
-            beside = backward + work.weight_grad + replay
-            backward += self._beside(beside, self._told(shared, "backward")) - beside
-            forward = self._beside(forward, self._told(shared, "forward"))
-        replay = work.replay if recompute in ("full", "planned") else forward
-        return Block(forward, backward, work.weight_grad, replay, saved.kept, saved.boundary)
+    def _beside_weights(self, dense: bool) -> Block:
+        """A layer whose weights FSDP2 gathers meanwhile, and whose gradients it reduces."""
+        block, layout = self.work[dense].block, self.layout
+        shared = self._shared_weights(sum(self.held_parameters(0 if dense else self.model.dense_layers)))
+        replay = block.recompute_seconds * layout.recomputed_share if layout.recompute == "full" else 0.0
+        backward = block.input_grad_seconds + block.weight_grad_seconds + replay
+        longer = self._beside(backward, self._told(shared, "backward")) - backward
+        forward = self._beside(block.forward_seconds, self._told(shared, "forward"))
+        return replace(block, forward_seconds=forward, input_grad_seconds=block.input_grad_seconds + longer)
 
     def _beside(self, compute: float, communication: float) -> float:
         """Seconds of both side by side."""
@@ -164,7 +157,7 @@ class Job:
         """Those of the last layer for one micro-batch; those of the phase ``step`` are of the whole rank, once."""
         layer = self.model.layers - 1
         shared = self._shared_weights(sum(self.held_parameters(layer))) if self.layout.state == "fsdp2" else ()
-        parts = (*self._work[self.model.is_dense(layer)].collectives, *shared, *self._gradients)
+        parts = (*self.work[self.model.is_dense(layer)].collectives, *shared, *self._gradients)
         return tuple(each for each in parts if each.ranks > 1)
 
     @cached_property

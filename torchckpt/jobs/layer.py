@@ -7,21 +7,11 @@ from functools import cached_property
 from torchckpt.jobs.layout import Layout
 from torchckpt.jobs.model import Model
 from torchckpt.jobs.rates import Machine, Product
+from torchckpt.jobs.saved import Saved, saved_of
+from torchckpt.planning.work.block import Block, fixed
 from torchckpt.planning.work.collective import Collective
 
-__all__ = ["Head", "LayerWork", "Seconds"]
-
-
-@dataclass(frozen=True)
-class Seconds:
-    """Of one block, and of its replay."""
-
-    forward: float
-    input_grad: float
-    weight_grad: float
-    replay: float = 0.0
-    collectives: float = 0.0
-    """Those of the forward and the backward, inside of the others."""
+__all__ = ["Head", "LayerWork"]
 
 
 @dataclass(frozen=True)
@@ -170,7 +160,17 @@ class LayerWork:
         return self.machine.rates.host_seconds * (0.3 if self._software == "compiled" else 1) * kernels
 
     @cached_property
-    def seconds(self) -> Seconds:
+    def saved(self) -> Saved:
+        return saved_of(self.model, self.layout, dense=self.dense)
+
+    @property
+    def collective_seconds(self) -> float:
+        """Those of the forward and the backward that a rank waits for, inside of the block's."""
+        return self._seconds(*self._forward, *self._backward)
+
+    @cached_property
+    def block(self) -> Block:
+        """The layer as a block of its stage. What a selective recomputation makes again is part of the backward."""
         machine = self.machine
         forward = sum(map(machine.product, self.products))
         input_grad = sum(machine.product(product.input_grad) for product in self.products)
@@ -179,13 +179,10 @@ class LayerWork:
         told, told_back = self._seconds(*self._forward), self._seconds(*self._backward)
         whole = _beside_host(forward + attended + self.elementwise + told, self.host)
         backward = input_grad + attended_back + 2 * self.elementwise + told_back + weight_grad
-        return Seconds(
-            whole,
-            _beside_host(backward, 1.5 * self.host) - weight_grad,
-            weight_grad,
-            self._replay(whole),
-            told + told_back,
-        )
+        input_grad, again = _beside_host(backward, 1.5 * self.host) - weight_grad, self._replay(whole)
+        if self.layout.recompute in ("none", "selective"):
+            input_grad, again = input_grad + again, whole
+        return Block(whole, input_grad, weight_grad, again, self.saved.kept, self.saved.boundary)
 
     def _replay(self, forward: float) -> float:
         layout = self.layout
@@ -237,9 +234,9 @@ class Head:
     def product(self) -> Product:
         return Product(self.layout.tokens, self.model.vocab / self._ranks, self.model.hidden)
 
-    @cached_property
-    def seconds(self) -> Seconds:
-        """The loss is in float32. Stages that share a head get its input, and add up the gradients of it."""
+    def block(self, loss_bytes: float) -> Block:
+        """With the loss in float32, which holds so many bytes. Stages that share a head get its input, and add up the
+        gradients of it."""
         machine, logits = self.machine, self.layout.tokens * self.model.vocab / self._ranks
         other = machine.stream((8 if self.layout.software.kernels == "compiled" else 20) * logits)
         if self.layout.head == "split":
@@ -249,7 +246,7 @@ class Head:
         forward, input_grad, weight_grad = (
             machine.product(each) for each in (self.product, self.product.input_grad, self.product.weight_grad)
         )
-        return Seconds(forward + other, input_grad + other, weight_grad)
+        return fixed(forward + other, input_grad + other, weight_grad, loss_bytes)
 
     @cached_property
     def embedding(self) -> float:
