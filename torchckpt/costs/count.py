@@ -98,6 +98,9 @@ class _Forward(Parts):
         super().begins(part)
         self.ledger.part = part
 
+    def reaches(self, part: int) -> None:
+        self.ledger.part = part
+
     def run(self, function: Function, *args: Any, **kwargs: Any) -> Any:
         """Call a block that was entered, unless another stands for it."""
         part, module = self.ledger.part, module_of(function)
@@ -170,8 +173,7 @@ def counted(
             outputs = call()
         graded = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
         leaves = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
-        for node in nodes_behind(graded):
-            node.register_prehook(_turning(ledger, forward.starts[forward.place_of(node)][1]))
+        forward.follow(nodes_behind(graded))
         gradients = [torch.ones_like(output) for output in graded]
         if graded:
             with _phase(ledger, BOTH_GRADS):  # FSDP2 reduces what it finds in .grad
@@ -209,15 +211,6 @@ def _parts(forward: _Forward, static: Mapping[StorageWeakRef, float]) -> Iterabl
         flops, changes_input = (forward_flops, backward_flops, replay_flops), part in forward.changing
         parts[part] = Part(work, *flops, unsaved, changes_input, ledger.collectives(part))
     return parts.values()
-
-
-def _turning(ledger: Ledger, part: int) -> Callable[[Any], None]:
-    """A hook that notes, before a node runs backwards, the part in which it was made."""
-
-    def turn(_: Any) -> None:
-        ledger.part = part
-
-    return turn
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeAlias
@@ -36,8 +36,7 @@ class Parts:
         """The number of blocks that have begun."""
         self.inputs: list[Tensor] = []
         """Inputs of blocks that need a gradient."""
-        self.starts: list[tuple[int, int]] = [(-1, BEFORE)]
-        """The number of an autograd node, and the part from there on."""
+        self._starts: list[tuple[int, int]] = [(-1, BEFORE)]  # the number of a node, and the part from there on
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The next block begins."""
@@ -52,15 +51,23 @@ class Parts:
 
     def begins(self, part: int) -> None:
         """A part begins."""
-        self.starts.append((newest_node() + 1, part))
+        self._starts.append((newest_node() + 1, part))
 
     def run(self, function: Function, *args: Any, **kwargs: Any) -> Any:
         """Call a block that was entered."""
         return function(*args, **kwargs)
 
-    def place_of(self, node: Node) -> int:
-        """The place in :attr:`starts` of the part that made a node."""
-        return bisect_right(self.starts, number_of(node), key=lambda start: start[0]) - 1
+    def follow(self, nodes: Iterable[Node]) -> None:
+        """Have each node of the backward tell, before it runs, which part made it."""
+        for node in nodes:
+            place = bisect_right(self._starts, number_of(node), key=lambda start: start[0]) - 1
+            node.register_prehook(partial(self._reached, self._starts[place][1]))
+
+    def _reached(self, part: int, _: object) -> None:
+        self.reaches(part)
+
+    def reaches(self, part: int) -> None:
+        """The backward comes to a part."""
 
     def watched(self, children: Sequence[nn.Module] | None) -> AbstractContextManager[None]:
         """A context around the forward.

@@ -6,15 +6,13 @@ begins, forwards and backwards, and nowhere else.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import Node
 
 from torchckpt.costs.count import Counted, Part
 from torchckpt.costs.operation import AFTER, BEFORE, BOTH_GRADS, FORWARD, INPUT_GRAD
@@ -22,7 +20,6 @@ from torchckpt.costs.parts import Parts
 from torchckpt.errors import Fault, raise_fault
 from torchckpt.planning.work.block import Block
 from torchckpt.regions.devices import Clock, Stamp
-from torchckpt.regions.private import number_of
 from torchckpt.tensors import nodes_behind, tensors_in
 
 __all__ = ["Spent", "device_here", "profiled", "with_seconds"]
@@ -45,26 +42,21 @@ class _Timed(Parts):
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
-        self._clock, self._phase = clock, ""
+        self._clock = clock
         self._turns: list[tuple[str, int, Stamp]] = []
 
     def turn(self, phase: str, part: int) -> None:
         """Note that a phase comes to a part; to none if it is empty."""
-        self._phase = phase
         self._turns.append((phase, part, self._clock.stamp()))
 
     def begins(self, part: int) -> None:
         super().begins(part)
         self.turn(FORWARD, part)
 
-    def watch(self, nodes: Iterable[Node]) -> None:
-        """Have the backward tell when it comes to a part: at the node that the part made last."""
-        last = {self.place_of(node): node for node in sorted(nodes, key=number_of)}
-        for place, node in last.items():
-            node.register_prehook(partial(self._reached, self.starts[place][1]))
-
-    def _reached(self, part: int, _: object) -> None:
-        self.turn(self._phase, part)
+    def reaches(self, part: int) -> None:
+        phase, current, _ = self._turns[-1]
+        if part != current:
+            self.turn(phase, part)
 
     def seconds(self) -> Spent:
         read, spent = self._clock.reader(), defaultdict[tuple[str, int], float](float)
@@ -98,7 +90,7 @@ def _round(
         outputs = call()
     graded = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
     gradients = [torch.ones_like(output) for output in graded]
-    timed.watch(nodes_behind(graded))
+    timed.follow(nodes_behind(graded))
     for phase, wanted in ((BOTH_GRADS, [*leaves, *timed.inputs, *parameters]), (INPUT_GRAD, [*leaves, *timed.inputs])):
         if graded and wanted:
             timed.turn(phase, AFTER)

@@ -82,7 +82,7 @@ class LayerWork:
         moved = whole * norms * model.hidden + layout.tokens * inner / layout.tp
         if not self.dense:
             moved += 8 * layout.tokens * model.active * model.hidden / layout.tp
-        return self.machine.stream(moved) + self.kernels * self.machine.kernel
+        return self.machine.stream(moved) + self.kernels * self.machine.rates.kernel_seconds
 
     @property
     def _moved_bytes(self) -> tuple[float, float]:

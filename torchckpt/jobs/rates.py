@@ -110,7 +110,8 @@ class Machine:
             for rate, down, across in tiles
         )
         reached = self.peak * self.rates.product * whole * inner / (inner + self.rates.inner)
-        return max(work.flops / (reached * (_FP8 if self.fp8 else 1)), self.stream(work.moved)) + self.kernel
+        seconds = max(work.flops / (reached * (_FP8 if self.fp8 else 1)), self.stream(work.moved))
+        return seconds + self.rates.kernel_seconds
 
     @property
     def network(self) -> Network:
@@ -122,10 +123,6 @@ class Machine:
     @property
     def peak(self) -> float:
         return self.device.peak_flops["bfloat16"]
-
-    @property
-    def kernel(self) -> float:
-        return self.rates.kernel_seconds
 
     def stream(self, moved_bytes: float) -> float:
         """Seconds of a memory-bound operation."""
