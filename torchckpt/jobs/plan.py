@@ -188,46 +188,33 @@ def plan_job(job: Job, device_bytes: float | None = None, host: Host | None = No
 
 def fitting(job: Job, device_bytes: float, host: Host | None = None) -> JobPlan | None:
     """The plan; None if it does not fit."""
-    if not _is_planned(job):
+    if job.layout.recompute != "planned":
         return JobPlan(job, device_bytes) if fits(job, device_bytes) else None
-    if min(_rooms(job, device_bytes)) <= 0:
+    if min(rooms(job, device_bytes)) <= 0:
         return None
     try:
         return JobPlan(job, device_bytes, planned(_problem(job, device_bytes, host)))
-    except BudgetInfeasible:
+    except BudgetInfeasible:  # a host may hold what no device does
         return None
 
 
 def fits(job: Job, device_bytes: float) -> bool:
     """Whether each rank of the job fits, if need be with everything recomputed where that is planned."""
-    if _is_planned(job):
-        return min(_rooms(job, device_bytes)) > 0 and not _problem(job, device_bytes).too_small
-    usable = device_bytes * (1 - MARGIN)
-    if job.layout.pp > 1 and _least_total(job) > usable:
+    if min(rooms(job, device_bytes)) <= 0:
         return False
-    return max(rank.total for rank in memory_of(job)) + BUFFERS <= usable
+    if job.layout.recompute == "planned":
+        return not _problem(job, device_bytes).too_small
+    return JobPlan(job, device_bytes).peak_bytes <= device_bytes * (1 - MARGIN)
 
 
-def _is_planned(job: Job) -> bool:
-    return job.layout.recompute == "planned"
-
-
-def _least_total(job: Job) -> float:
-    """What the fullest rank holds in a step of few micro-batches: no more than in the whole step, and soon known."""
-    layout = job.layout
-    few = min(layout.micro_batches, 3 * layout.pp)
-    small = replace(job, layout=replace(layout, global_batch=few * layout.dp * layout.micro_batch))
-    return max(rank.total for rank in memory_of(small)) + BUFFERS
-
-
-def _rooms(job: Job, device_bytes: float) -> list[float]:
+def rooms(job: Job, device_bytes: float) -> list[float]:
     """The bytes of each rank that are left for activations."""
     return [device_bytes * (1 - MARGIN) - BUFFERS - rank.total for rank in memory_of(job, [0.0] * job.layout.pp)]
 
 
 def _problem(job: Job, device_bytes: float, host: Host | None = None) -> Problem:
-    rooms = [max(1.0, room) for room in _rooms(job, device_bytes)]
-    return problem_of(job.schedule, job.stages, rooms, 0.0, host)
+    budgets = [max(1.0, room) for room in rooms(job, device_bytes)]
+    return problem_of(job.schedule, job.stages, budgets, 0.0, host)
 
 
 def _refuse(job: Job, device_bytes: float) -> NoReturn:
