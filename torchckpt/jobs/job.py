@@ -103,7 +103,7 @@ class Job:
         ranks = [layout.placement[stage] * layout.gpus // layout.pp for stage in (boundary, boundary + 1)]
         nodes = [rank // self.machine.network.node_devices for rank in ranks]
         size = 2.0 * layout.tokens * self.model.hidden / layout.tp
-        return self.machine.message(size, across=nodes[0] != nodes[1])
+        return self.machine.network.seconds("permute", size, 2, 2 if nodes[0] == nodes[1] else 1)
 
     @property
     def holds_loss(self) -> bool:

@@ -140,10 +140,6 @@ class Machine:
         on_node = min(each.ranks, max(1, self.network.node_devices // stride))
         return each.count * self.network.seconds(each.kind, each.bytes, each.ranks, on_node)
 
-    def message(self, size: float, *, across: bool = False) -> float:
-        """Seconds of a message between two ranks, in one node or ``across`` two."""
-        return self.network.seconds("permute", size, 2, 1 if across else 2)
-
 
 MACHINES = {name: Machine(DEVICES[name], rates) for name, rates in RATES.items()}
 """The known devices."""
