@@ -8,7 +8,10 @@ from benchmarks.turns import Spread
 from tests.scripts import printed_by
 
 
-@pytest.fixture(scope="module", params=["gpt6", *(pytest.param(name, marks=pytest.mark.slow) for name in ("resnet20", "unet"))])
+LONG = [pytest.param(name, marks=pytest.mark.slow) for name in ("resnet20", "unet")]
+
+
+@pytest.fixture(scope="module", params=["gpt6", *LONG])
 def model(request):
     (model,) = printed_by("layers/short.py", request.param, timeout=900)
     return model

@@ -43,7 +43,7 @@ CASES = [*((name, "85%") for name in NAMES), ("Schedule1F1B", "1GB"), ("Schedule
 _OLD_V = pytest.mark.skipif(OLD, reason="torch 2.11 alone: gloo cannot send to itself")
 
 
-_ON_ONE_RANK = [pytest.param(*case, marks=() if case[0] in ("ScheduleGPipe", "Schedule1F1B") else _OLD_V) for case in CASES]
+_ON_ONE_RANK = [pytest.param(*case, marks=() if case[0] in NAMES[:2] else _OLD_V) for case in CASES]
 
 
 def trained(schedule, stages, m):

@@ -94,7 +94,7 @@ CALLS = [by_call, prefetched, nested]
     ("backend", "inputs"),
     [
         ("eager", 1), ("aot_eager", 2),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("eager", 2), ("aot_eager", 1))),  # parts of the latter
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("eager", 2), ("aot_eager", 1))),
     ],
 )
 def test_the_documented_guard_in_a_compiled_block(backend, inputs, compiled, call):
