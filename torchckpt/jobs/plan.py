@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import fmean
 from typing import NoReturn
 
 from torchckpt.errors import BudgetInfeasible, called, check
@@ -73,9 +74,7 @@ class JobPlan:
     @cached_property
     def bubble(self) -> float:
         """The share of the step in which the ranks of a pipeline compute nothing."""
-        run = self.step.run
-        busy = sum(end - start for pair in zip(run.starts, run.ends) for start, end in zip(*pair))
-        return max(0.0, 1 - busy / (len(run.starts) * run.step_seconds))
+        return max(0.0, fmean(self.step.timeline.idle_share))
 
     @cached_property
     def recomputed_share(self) -> float:
