@@ -49,12 +49,6 @@ class LayerWork:
         return (*attention, *experts, *more, Product(tokens, model.experts, hidden))
 
     @cached_property
-    def width(self) -> float:
-        """The inner width of the MLP that a token meets, of all ranks."""
-        model = self.model
-        return model.ffn if self.dense else model.expert_ffn * (model.active + model.shared)
-
-    @cached_property
     def attention(self) -> tuple[float, float]:
         """Forward, backward. All kernels but ``unfused`` skip the masked half of the scores."""
         model, layout, machine = self.model, self.layout, self.machine
@@ -91,13 +85,13 @@ class LayerWork:
         Fused: a norm reads and writes 2 bytes, as the residual does, with what both read. In eager mode an RMS norm is
         six kernels, most of them in float32; a rotation is three.
         """
-        model, eager = self.model, self._software == "eager"
+        model, eager, width = self.model, self._software == "eager", self.model.width(self.dense)
         if not model.gated:
-            return (22 if self.layout.software.dropout else 24 if eager else 16), 4 * self.width
+            return (22 if self.layout.software.dropout else 24 if eager else 16), 4 * width
         rotated = model.query_width + model.kv_width
         if eager:
-            return 84, 10 * self.width + 20 * rotated
-        return (22 if self.layout.software.dropout else 16), 6 * self.width + 8 * rotated
+            return 84, 10 * width + 20 * rotated
+        return (22 if self.layout.software.dropout else 16), 6 * width + 8 * rotated
 
     @property
     def kernels(self) -> int:
@@ -197,7 +191,7 @@ class LayerWork:
         seconds = self.attention[0] if "core_attn" in modules else 0.0
         if "mlp" in modules:
             seconds += sum(map(self.machine.product, products[2:4])) + self.machine.stream(
-                6 * layout.tokens * self.width / layout.tp
+                6 * layout.tokens * self.model.width(self.dense) / layout.tp
             )
         return seconds
 

@@ -70,6 +70,10 @@ class Model:
         """Whether a layer has an MLP in place of experts."""
         return not self.experts or layer < self.dense_layers
 
+    def width(self, dense: bool) -> int:
+        """The inner width of the MLP, or of the experts, that a token meets."""
+        return self.ffn if dense else self.expert_ffn * (self.active + self.shared)
+
     @cached_property
     def attention_parameters(self) -> int:
         """Of one layer, with its two norms."""

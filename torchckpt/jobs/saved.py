@@ -26,8 +26,7 @@ def saved_of(model: Model, layout: Layout, *, dense: bool = True) -> Saved:
     eager, flash = software.kernels == "eager", software.attention != "unfused"
     split = 1 / tp if layout.sequence_parallel else 1.0
     gathered = 0.0 if software.regathers else 4 * (1 - split)  # what the products after both norms read
-    width = model.ffn if dense else model.expert_ffn * (model.active + model.shared)
-    query, keys = model.query_width, model.kv_width
+    query, keys, width = model.query_width, model.kv_width, model.width(dense)
     norms = (16 if eager else 8) + (0 if not software.dropout else 1 if flash else 2)
     first = (4 if model.gated else 2) * width
     second = (4 if model.gated and eager else 2) * width
