@@ -1,6 +1,6 @@
 """Plans with a host beside the device: steps over keeping all, and how far they are from the bound.
 
-    python benchmarks/offload/plans.py                      # the table, some twelve minutes
+    python benchmarks/offload/plans.py                      # the table, some six minutes
     python benchmarks/offload/plans.py --cases AF --shares 30 --copies 2 4
 """
 from __future__ import annotations
