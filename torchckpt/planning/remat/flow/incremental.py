@@ -18,9 +18,10 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable
 from itertools import accumulate, pairwise
+from operator import add
 
 from torchckpt.planning.remat.flow.dataflow import Schedule, Tables
-from torchckpt.planning.remat.flow.profile import PositionMemory, Profile, profile
+from torchckpt.planning.remat.flow.profile import Profile
 
 __all__ = ["Draft"]
 
@@ -38,7 +39,6 @@ class Draft:
         self.births: list[set[int]] = [set() for _ in tables.sizes]
         self.readers: list[dict[int, int]] = [{} for _ in tables.sizes]
         self.inside = list(tables.plain_bytes)
-        self._memories: dict[int, PositionMemory] = {}
         self.cost = 0.0
         self.work = 0
         self.log: list[tuple[int, int, bool]] = []
@@ -66,7 +66,7 @@ class Draft:
             for before, after in pairwise(touches):
                 changes[before + 1] += tables.sizes[storage]
                 changes[after] -= tables.sizes[storage]
-        return profile([sum(parts) for parts in zip(accumulate(changes), tables.floor_bytes, self.inside)])
+        return Profile([sum(parts) for parts in zip(accumulate(changes), tables.floor_bytes, self.inside)])
 
     @property
     def peak_bytes(self) -> int:
@@ -113,12 +113,12 @@ class Draft:
 
     def change(self, changes: Iterable[tuple[int, int, bool]]) -> int:
         """Apply several changes: a position, what is repeated there, and whether the repeat is added or removed."""
-        stale: dict[int, set[int]] = {}  # by position, storages that may now be needed after it, or no longer
+        stale = set[int]()  # positions whose storages are touched otherwise now, or needed after them
         for change in changes:
             self.log.append(change)
             self._change(*change, stale)
-        for position, storages in stale.items():
-            inside = self._inside(position, storages)
+        for position in stale:
+            inside = self._inside(position)
             if inside != self.inside[position]:
                 self.during.add(position, position + 1, inside - self.inside[position])
                 self.inside[position] = inside
@@ -146,7 +146,7 @@ class Draft:
         if changes:
             self.change(changes)
 
-    def _change(self, position: int, repeated: int, added: bool, stale: dict[int, set[int]]) -> None:
+    def _change(self, position: int, repeated: int, added: bool, stale: set[int]) -> None:
         tables, sign = self.tables, 1 if added else -1
         self.work += 2
         self.cost += sign * tables.repeat_cost[repeated]
@@ -154,15 +154,11 @@ class Draft:
             insort(self.repeats[position], repeated)
         else:
             self.repeats[position].remove(repeated)
-        here = stale.setdefault(position, set())
-        if position in self._memories:
-            self._memories[position].change(repeated, added)
+        stale.add(position)
         for storage in tables.repeat_writes[repeated]:
-            here.add(storage)
-            stale.setdefault(self._touch(storage, position, 0, sign), set()).add(storage)
+            stale.add(self._touch(storage, position, 0, sign))
         for storage in tables.repeat_reads[repeated]:
-            here.add(storage)
-            stale.setdefault(self._touch(storage, position, sign, 0), set()).add(storage)
+            stale.add(self._touch(storage, position, sign, 0))
 
     def _touch(self, storage: int, position: int, reads: int, births: int) -> int:
         """Change how ``position`` touches ``storage``. Returns the last position before it that touches the storage."""
@@ -198,26 +194,29 @@ class Draft:
             self.during.add(position, position + 1, point * size)
         return before
 
-    def _inside(self, position: int, storages: Iterable[int]) -> int:
-        """The peak bytes at ``position`` of the storages that it touches.
-
-        Args:
-            storages: those that may now be needed after the position, or no longer.
-        """
-        repeats = self.repeats[position]
+    def _inside(self, position: int) -> int:
+        """The peak bytes at ``position`` of the storages that it touches."""
+        tables, repeats = self.tables, self.repeats[position]
         if not repeats:
-            self._memories.pop(position, None)
-            return self.tables.plain_bytes[position]
+            return tables.plain_bytes[position]
         self.work += len(repeats) // 4
-        memory = self._memories.get(position)
-        if memory is None:
-            memory = self._memories[position] = PositionMemory(self.tables, position)
-            for repeated in repeats:
-                memory.change(repeated, added=True)
-            storages = memory.storages()
-        for storage in storages:
-            memory.set_needed_later(storage, self._stays(storage, position))
-        return memory.peak_bytes(repeats)
+        staying = tables.staying if position == tables.forward - 1 else ()
+        first = (*tables.first_reads[position], *staying), tables.first_writes[position]
+        steps = [*((tables.repeat_reads[repeated], tables.repeat_writes[repeated]) for repeated in repeats), first]
+        born: dict[int, int] = {}  # what is only read is alive from the start
+        last: dict[int, int] = {}
+        for step, (reads, writes) in enumerate(steps):
+            for storage in reads:
+                last[storage] = step
+            for storage in writes:
+                born[storage] = last[storage] = step
+        changes = [0] * (len(steps) + 1)
+        for storage, step in last.items():
+            changes[born.get(storage, 0)] += tables.sizes[storage]
+            if not self._stays(storage, position):
+                changes[step + 1] -= tables.sizes[storage]
+        extra = [*(tables.repeat_extra_bytes[repeated] for repeated in repeats), tables.first_extra_bytes[position]]
+        return max(map(add, accumulate(changes), extra))
 
     def _stays(self, storage: int, position: int) -> bool:
         """Whether ``storage`` is still alive when ``position`` ends, for a later one."""
