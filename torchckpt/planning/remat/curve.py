@@ -1,18 +1,15 @@
-"""Curve: the memory of a schedule over time, at the resolution of a picture, and the times of its repeats."""
+"""Curve: the memory of a schedule over time, at the resolution of a picture."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, groupby, pairwise, takewhile
-from operator import itemgetter
+from collections.abc import Callable, Iterable
+from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple, TypeVar
 
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, first_runs
 from torchckpt.planning.remat.flow.dataflow import runs as operations_of
 from torchckpt.planning.remat.flow.memory import simulate
 
-__all__ = [
-    "Label", "Run", "Span", "beside", "grouped", "joined", "kinds", "runs", "spans", "spread", "thinned",
-]
+__all__ = ["Run", "Span", "grouped", "kinds", "runs", "thinned"]
 
 _Item = TypeVar("_Item")
 
@@ -38,12 +35,11 @@ class Run(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A part of a picture with a name: from when to when, and for how many of these seconds."""
+    """A time in which runs of one kind are drawn."""
 
-    name: str
+    kind: str
     start_seconds: float
     end_seconds: float
-    seconds: float
 
 
 def runs(flow: Dataflow, schedule: Schedule) -> list[Run]:
@@ -92,75 +88,7 @@ def kinds(every: Iterable[Run], finest_seconds: float) -> list[Span]:
     for group in thinned(phases, finest_seconds):
         now = group[0].start_seconds
         for kind, members in groupby(sorted(group, key=lambda run: not run.is_repeat), lambda run: run.kind):
-            seconds = sum(run.seconds for run in members)
-            listed.append(Span(kind, now, now + seconds, seconds))
-            now += seconds
+            end = now + sum(run.seconds for run in members)
+            listed.append(Span(kind, now, end))
+            now = end
     return listed
-
-
-def spans(every: Iterable[Run], paths: Sequence[str], depth: int) -> list[Span]:
-    """What is repeated when, named by the first ``depth`` parts of a path; ``paths`` has that of each operation.
-
-    Repeats of one name with no repeat of another in between are one span.
-    """
-    repeats = ((".".join(paths[run.operation].split(".")[:depth]), run) for run in every if run.is_repeat)
-    named = ((name, [run for _, run in members]) for name, members in groupby(repeats, itemgetter(0)))
-    return [
-        Span(name, members[0].start_seconds, members[-1].end_seconds, sum(run.seconds for run in members))
-        for name, members in named
-    ]
-
-
-def joined(parts: Iterable[Span]) -> list[Span]:
-    """Neighbours with nothing in between as one, named after the first and the last: ``layers.3 - 5``."""
-    together = grouped(parts, lambda group, span: group[-1].end_seconds == span.start_seconds)
-    return [_joined(group) for group in together]
-
-
-def _joined(together: Sequence[Span]) -> Span:
-    name, last = together[0].name, together[-1].name
-    if name != last:
-        parts = zip(name.split("."), last.split("."))
-        shared = len(list(takewhile(lambda pair: pair[0] == pair[1], parts)))
-        name = " - ".join(filter(None, (name, ".".join(last.split(".")[shared:]))))
-    return Span(name, together[0].start_seconds, together[-1].end_seconds, sum(span.seconds for span in together))
-
-
-class Label(NamedTuple):
-    """A name that wants to stand around ``place`` and is ``extent`` long; of two that touch, the heavier stays."""
-
-    name: str
-    place: float
-    extent: float
-    weight: float
-
-
-def beside(wanted: Sequence[Label], start: float, end: float) -> list[Label]:
-    """The labels that have room beside one another between ``start`` and ``end``, the heaviest first."""
-    placed: list[Label] = []
-    for label in sorted(wanted, key=lambda label: -label.weight):
-        half = label.extent / 2
-        moved = label._replace(place=max(start + half, min(label.place, end - half)))
-        if all(abs(moved.place - other.place) >= half + other.extent / 2 for other in placed):
-            placed.append(moved)
-    return placed
-
-
-def spread(places: Sequence[float], pitch: float, end: float) -> list[float]:
-    """Move ``places``, which ascend, as little as keeps each ``pitch`` from the next, and none beyond ``end``.
-
-    >>> spread([10, 50, 52, 90], pitch=14, end=100)
-    [10.0, 44.0, 58.0, 90.0]
-    """
-    groups: list[list[float]] = []
-    for place in places:
-        groups.append([place])
-        while len(groups) > 1 and _lines(groups[-2], pitch, end)[-1] + pitch > _lines(groups[-1], pitch, end)[0]:
-            groups[-2:] = [groups[-2] + groups[-1]]
-    return [line for group in groups for line in _lines(group, pitch, end)]
-
-
-def _lines(group: Sequence[float], pitch: float, end: float) -> list[float]:
-    height = pitch * (len(group) - 1)
-    first = min(sum(group) / len(group) - height / 2, end - height)
-    return [first + pitch * index for index in range(len(group))]
