@@ -18,7 +18,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable
 from itertools import accumulate, pairwise
-from operator import add
 
 from torchckpt.planning.remat.flow.dataflow import Schedule, Tables
 from torchckpt.planning.remat.flow.profile import Profile
@@ -216,7 +215,7 @@ class Draft:
             if not self._stays(storage, position):
                 changes[step + 1] -= tables.sizes[storage]
         extra = [*(tables.repeat_extra_bytes[repeated] for repeated in repeats), tables.first_extra_bytes[position]]
-        return max(map(add, accumulate(changes), extra))
+        return max(alive + more for alive, more in zip(accumulate(changes), extra))
 
     def _stays(self, storage: int, position: int) -> bool:
         """Whether ``storage`` is still alive when ``position`` ends, for a later one."""
