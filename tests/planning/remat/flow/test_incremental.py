@@ -7,9 +7,8 @@ import pytest
 from tests.planning.remat.flows import random_dag, random_step
 from tests.planning.remat.random_flows import random_flow
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, Tables
-from torchckpt.planning.remat.flow.incremental import Draft
+from torchckpt.planning.remat.flow.incremental import Draft, Profile
 from torchckpt.planning.remat.flow.memory import simulate
-from torchckpt.planning.remat.flow.profile import Profile
 
 
 def peaks_by_position(flow: Dataflow, schedule: Schedule) -> list[int]:
