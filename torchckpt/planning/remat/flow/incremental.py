@@ -199,23 +199,31 @@ class Draft:
         if not repeats:
             return tables.plain_bytes[position]
         self.work += len(repeats) // 4
-        staying = tables.staying if position == tables.forward - 1 else ()
-        first = (*tables.first_reads[position], *staying), tables.first_writes[position]
-        steps = [*((tables.repeat_reads[repeated], tables.repeat_writes[repeated]) for repeated in repeats), first]
         born: dict[int, int] = {}  # what is only read is alive from the start
         last: dict[int, int] = {}
-        for step, (reads, writes) in enumerate(steps):
-            for storage in reads:
+        for step, repeated in enumerate(repeats):
+            for storage in tables.repeat_reads[repeated]:
                 last[storage] = step
-            for storage in writes:
+            for storage in tables.repeat_writes[repeated]:
                 born[storage] = last[storage] = step
-        changes = [0] * (len(steps) + 1)
+        end, sizes = len(repeats), tables.sizes
+        last.update(dict.fromkeys(tables.first_touches[position], end))
+        born.update(dict.fromkeys(tables.first_writes[position], end))
+        if position == tables.forward - 1:
+            last.update(dict.fromkeys(tables.staying, end))
+        changes = [0] * (end + 2)
         for storage, step in last.items():
-            changes[born.get(storage, 0)] += tables.sizes[storage]
-            if not self._stays(storage, position):
-                changes[step + 1] -= tables.sizes[storage]
-        extra = [*(tables.repeat_extra_bytes[repeated] for repeated in repeats), tables.first_extra_bytes[position]]
-        return max(alive + more for alive, more in zip(accumulate(changes), extra))
+            changes[born.get(storage, 0)] += sizes[storage]
+            touches = self.touches[storage]
+            after = bisect_right(touches, position)
+            if step < end and (after == len(touches) or touches[after] in self.births[storage]):  # it does not stay
+                changes[step + 1] -= sizes[storage]
+        peak = alive = 0
+        for repeated, change in zip(repeats, changes):
+            alive += change
+            if alive + tables.repeat_extra_bytes[repeated] > peak:
+                peak = alive + tables.repeat_extra_bytes[repeated]
+        return max(peak, alive + changes[end] + tables.first_extra_bytes[position])
 
     def _stays(self, storage: int, position: int) -> bool:
         """Whether ``storage`` is still alive when ``position`` ends, for a later one."""
