@@ -1,7 +1,6 @@
 """Saved: the bytes that one visit of a stage saves, by region."""
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchckpt.planning import Stage, fixed
-from torchckpt.regions.core.frame import SavedTensors
+from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.private import look_through
 from torchckpt.regions.saved import storage_of
 
@@ -66,10 +65,10 @@ class RegionBytes:
         finally:
             self._is_inside = False
 
-    def replayed(self, region: int, recomputed: deque[SavedTensors]) -> None:
+    def replayed(self, region: int, frame: Frame) -> None:
         """Count the saved tensors of a region. Call it right after the replay."""
         self._pass_over_parameters()  # which may be gathered from other ranks only now
-        self._inner_bytes[region] = self._claimed([tensor for saved in recomputed for tensor, _ in saved])
+        self._inner_bytes[region] = self._claimed([tensor for tensor, _ in frame.recomputed or ()])
 
     def _pack(self, tensor: Tensor) -> Tensor:
         whole = tensor if tensor._base is None else tensor._base

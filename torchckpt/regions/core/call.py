@@ -2,8 +2,7 @@
 from __future__ import annotations
 
 import dis
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -17,18 +16,17 @@ from torch.utils import _pytree as pytree
 from torchckpt.errors import Fault, RecomputationError, called, raise_fault
 from torchckpt.modules import name_of
 from torchckpt.regions.core.options import Options
-from torchckpt.regions.devices import SyncPoint, accelerators_of, current_accelerators
+from torchckpt.regions.devices import SyncPoint, accelerator_type, accelerators_of, current_accelerators
 from torchckpt.regions.flags import Replay, thread
 from torchckpt.regions.private import is_of_newest_node, pop_hooks, push_hooks, set_grad_enabled
 from torchckpt.regions.state import norms
 from torchckpt.regions.state.ambient import (
-    Ambient,
     Generator,
     RandomState,
+    Settings,
     drawn_since,
     generators_of,
     random_state,
-    restore_states,
     set_states,
     settings,
     use_settings,
@@ -54,37 +52,41 @@ class Call:
 
     def __init__(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> None:
         self.function = function
-        self._devices_of_inputs = accelerators_of(args, kwargs)
-        self.devices = self._devices_of_inputs or current_accelerators()
-        """The accelerators that the region works on. Without a tensor of one among the arguments, it may be any."""
+        if accelerator_type() is not None:
+            self._devices_of_inputs = accelerators_of(args, kwargs)
+            self.devices = self._devices_of_inputs or current_accelerators()
         self.is_alone = reaches_nothing(function)
         """Whether the function has its arguments alone: no compiled code, and no norm layers."""
         self._options = options
         self._boundary = Boundary(args, kwargs)
-        self._contexts: _Contexts | None = None if options.context_fn is None else _contexts(options.context_fn)
-        self._entry: SyncPoint | None = None
-        self.module_state: ModuleState | None = None
-        self.named: Sequence[Generator] = ()
-        """The generators that the forward found besides those of devices."""
-        self._looked: norms.Looked = []
-        self.means: dict[int, Tensor | None] = {}
-        """The running means of the norm layers that need not be noted, by ``id``, while the forward runs."""
+        if options.context_fn is not None:
+            self._contexts = _contexts(options.context_fn)
         self._noted: list[nn.Module] = []
-        self._ran: dict[nn.Module, Any] | None = None  # until the forward has ended
+
+    # What most calls do not set is a default of the class: a region of tiny operations is cheaper so.
+    devices: tuple[torch.device, ...] = ()
+    """The accelerators that the region works on. Without a tensor of one among the arguments, it may be any."""
+    _devices_of_inputs: tuple[torch.device, ...] = ()
+    _contexts: _Contexts | None = None
+    _entry: SyncPoint | None = None
+    module_state: ModuleState | None = None
+    settings: Settings
+    """The settings that the function starts with."""
+    random: RandomState
+    """The random numbers that it starts with."""
+    named: Sequence[Generator] = ()
+    """The generators that the forward found besides those of devices."""
+    means: Mapping[int, Tensor | None] = {}
+    """The running means of the norm layers that need not be noted, by ``id``, while the forward runs."""
+    _looked: norms.Looked = ()
+    _ran: dict[nn.Module, Any] | None = None  # until the forward has ended
 
     def forward(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        ambient: deque[Ambient],
-        pack: Pack,
-        unpack: Unpack,
-        values: bool,
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], pack: Pack, unpack: Unpack, values: bool
     ) -> Any:
         """Run the function under the saved-tensor hooks ``pack`` and ``unpack``.
 
-        It appends the settings and the random numbers that the function starts with to ``ambient``. ``values`` says
-        whether the values of what is saved will be compared.
+        ``values`` says whether the values of what is saved will be compared.
         """
         function = self.function if self._contexts is None else _inside(self._contexts[0], self.function)
         _, recomputing, replay = before = thread.flags
@@ -98,7 +100,8 @@ class Call:
             self.module_state = module_state
             if self.devices:
                 self._entry = SyncPoint(self.devices)  # the copies of buffers come before it, too
-            ambient.append((settings(), self._random_state(module_state)))
+            self.settings = settings()
+            self.random = self._random_state(module_state) if self._options.preserve_rng_state else []
             layout = None if module_state is None else module_state.layout
             layers = () if self.is_alone and layout is None else norm_layers_of(self.function, layout)
             if layers:
@@ -114,19 +117,19 @@ class Call:
                 thread.flags = before
                 pop_hooks()
                 thread.norms = around
-                self.means = {}
-                self._ran = norms.ran(self._looked, self._noted) if layers or self._noted else {}
-                if self._ran and around is not None:
-                    around.extend(self._ran)
+                self._ran = {}
+                if layers or self._noted:
+                    self._ran, self.means = norms.ran(self._looked, self._noted), {}
+                    if around is not None:
+                        around.extend(self._ran)
                 if module_state is not None:
                     module_state.note_changes()
         finally:
             if is_locked:
                 state_lock.release()
         if self.devices:  # their backwards run in several threads, which share the generators of other devices
-            then, random = ambient.pop()
             shared = 1 if self._devices_of_inputs else 1 + len(self.devices)  # the first is the CPU's
-            ambient.append((then, drawn_since(random[:shared]) + random[shared:]))
+            self.random = drawn_since(self.random[:shared]) + self.random[shared:]
         return outputs
 
     def _take_context(self) -> AbstractContextManager[Any]:
@@ -143,8 +146,6 @@ class Call:
 
     def _random_state(self, module_state: ModuleState | None) -> RandomState:
         named = self._options.generators
-        if not self._options.preserve_rng_state:
-            return []
         if module_state is not None and (owned := module_state.layout.generators()):
             named = [*named, *owned]
         if self._boundary.spec is not None:
@@ -153,9 +154,11 @@ class Call:
             arguments = pytree.tree_leaves((self.function.args, self.function.keywords))
             named = [*named, *generators_among(arguments)]
         self.named = named
+        if not named and not self.devices:  # mostly
+            return [(torch.default_generator, torch.default_generator.get_state())]
         return random_state(generators_of(self.devices, named))
 
-    def replay(self, ambient: Ambient, pack: Pack, unpack: Unpack) -> Any:
+    def replay(self, pack: Pack, unpack: Unpack) -> Any:
         """Run the function again under the hooks, until ``pack`` raises Stop, or to its end. Return what it returns."""
         # Read the arguments first: inside an outer region they are slots, and reading them replays the outer region.
         args, kwargs, tensors = self._boundary.arguments()
@@ -166,28 +169,29 @@ class Call:
         substitutes = None if self.module_state is None else self.module_state.substitutes(self.function)
         if substitutes is not None:
             function = _inside(substituted(substitutes, self.function), function)
-        then, random = ambient
-        if then != settings():
-            function = _inside(use_settings(then), function)
-        run = partial(function, *args, **kwargs)
-        if self.devices and random and random[0][0] is torch.default_generator:
+        if self.settings != settings():
+            function = _inside(use_settings(self.settings), function)
+        if self.devices and self.random and self.random[0][0] is torch.default_generator:
             with exclusive(self.function):  # or the replay of another device's thread could set the generator meanwhile
-                return self._run_again(run, random, pack, unpack)
-        return self._run_again(run, random, pack, unpack)
+                return self._run_again(function, args, kwargs, pack, unpack)
+        return self._run_again(function, args, kwargs, pack, unpack)
 
-    def _run_again(self, run: Function, random: RandomState, pack: Pack, unpack: Unpack) -> Any:
-        replay = Replay(norms.ran(self._looked, self._noted) if self._ran is None else self._ran)
+    def _run_again(
+        self, function: Function, args: Sequence[Any], kwargs: dict[str, Any], pack: Pack, unpack: Unpack
+    ) -> Any:
+        replay = Replay()
+        replay.ran = norms.ran(self._looked, self._noted) if self._ran is None else self._ran
         before, scope, graded = thread.flags, thread.scope, torch.is_grad_enabled()
         random_after: RandomState = []
         push_hooks(pack, unpack)  # the only step that may raise: where hooks are disabled
         try:
-            random_after = set_states(random)
+            random_after = set_states(self.random)
             set_grad_enabled(True)
             thread.flags, thread.scope = (False, True, replay), None  # regions inside run as in the forward
             try:
                 if replay.ran:
                     norms.lend(replay, runs_compiled_code(self.function))
-                return run()
+                return function(*args, **kwargs)
             finally:
                 if replay.ran:
                     norms.take_back(replay)
@@ -199,7 +203,8 @@ class Call:
             pop_hooks()
             if not (replay.compiles or self.is_alone):
                 settle(self.function)
-            restore_states(random_after)
+            for generator, state in random_after:
+                generator.set_state(state)
 
 
 def _inside(context: AbstractContextManager[Any], function: Function) -> Function:

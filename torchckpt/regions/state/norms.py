@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeAlias
@@ -48,7 +48,7 @@ _watched: dict[nn.Module, int] = {}
 _Values: TypeAlias = Mapping[str, Tensor]
 _NOTHING: _Values = {}
 
-Looked: TypeAlias = "list[tuple[nn.Module, tuple[int, int] | None, _Values]]"
+Looked: TypeAlias = "Sequence[tuple[nn.Module, tuple[int, int] | None, _Values]]"
 """Layers as a forward finds them, each with the versions of its buffers, which tell later whether it ran, or None if it
 surely updates them; and with copies of its buffers, or nothing."""
 
@@ -56,7 +56,7 @@ surely updates them; and with copies of its buffers, or nothing."""
 def look(layers: Iterable[nn.Module], values: bool) -> Looked:
     """Look at ``layers`` before a forward. With ``values``, copy their buffers: an InstanceNorm makes from them what
     autograd saves."""
-    looked: Looked = []
+    looked = []
     for layer in layers:
         copies = {name: buffer.detach().clone() for name, buffer in _own(layer).items()} if values else _NOTHING
         looked.append((layer, None if updates(layer) else _versions(layer), copies))
@@ -83,6 +83,7 @@ def lend(replay: Replay, is_compiled: bool) -> None:
     Each layer has the copies during its calls alone, by hooks of its own, since other threads may call it meanwhile.
     If there is compiled code, or its forward alone is called, which no hook sees, it has them until the end.
     """
+    replay.watched = []
     whole = is_compiled or any(layer in _bare for layer in replay.ran)
     for layer, values in replay.ran.items():
         if whole:
