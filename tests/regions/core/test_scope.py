@@ -13,7 +13,7 @@ from tests.helpers import Block, assert_equal, by_hand, doing, in_thread, in_thr
 from torchckpt import Checkpointing, checkpoint, checkpoint_module, is_checkpointing
 from torchckpt.errors import ArgumentError, TransformError
 from torchckpt.regions.core.scope import Scope
-from torchckpt.regions.flags import thread
+from torchckpt.regions.flags import local
 from torchckpt.testing import count_recomputes, saved_bytes
 
 keeping = pytest.mark.parametrize("keep", [False, True], ids=["gather", "keep"])
@@ -21,9 +21,9 @@ keeping = pytest.mark.parametrize("keep", [False, True], ids=["gather", "keep"])
 
 @pytest.fixture(autouse=True)
 def none_stays():
-    assert thread.scope is None
+    assert local.thread.scope is None
     yield
-    assert thread.scope is None
+    assert local.thread.scope is None
 
 
 def nested(x, call=checkpoint):
@@ -278,7 +278,7 @@ def test_it_ends_with_an_exception(keep):
     with outer.entered():
         with pytest.raises(ValueError, match="the pump is off"), Scope(keep).entered():
             raise ValueError("the pump is off")
-        assert thread.scope is outer
+        assert local.thread.scope is outer
 
 
 def test_it_is_for_one_thread():
@@ -308,7 +308,7 @@ def test_a_backward_within_replays_as_the_forward_was(keep, device):
     loss = checkpoint(lambda x: nested(x).tanh(), x).sum()
     with scope.entered():
         loss.backward()
-        assert thread.scope is scope
+        assert local.thread.scope is scope
     assert scope.frames == []
     assert torch.equal(x.grad, torch.autograd.grad(nested(x, plain).tanh().sum(), x)[0])
 

@@ -17,13 +17,12 @@ from torchckpt.errors import Fault, RecomputationError, called, raise_fault
 from torchckpt.modules import name_of
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.devices import SyncPoint, accelerator_type, accelerators_of, current_accelerators
-from torchckpt.regions.flags import Replay, thread
+from torchckpt.regions.flags import Replay, local
 from torchckpt.regions.private import is_of_newest_node, pop_hooks, push_hooks, set_grad_enabled
 from torchckpt.regions.state import norms
 from torchckpt.regions.state.ambient import (
     Generator,
     RandomState,
-    Settings,
     drawn_since,
     generators_of,
     random_state,
@@ -52,34 +51,28 @@ class Call:
 
     def __init__(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> None:
         self.function = function
+        self._of_inputs: tuple[torch.device, ...] = ()  # the accelerators of the arguments
+        self.devices: tuple[torch.device, ...] = ()
+        """The accelerators that the region works on. Without a tensor of one among the arguments, it may be any."""
         if accelerator_type() is not None:
-            self._devices_of_inputs = accelerators_of(args, kwargs)
-            self.devices = self._devices_of_inputs or current_accelerators()
+            self._of_inputs = accelerators_of(args, kwargs)
+            self.devices = self._of_inputs or current_accelerators()
         self.is_alone = reaches_nothing(function)
         """Whether the function has its arguments alone: no compiled code, and no norm layers."""
         self._options = options
         self._boundary = Boundary(args, kwargs)
-        if options.context_fn is not None:
-            self._contexts = _contexts(options.context_fn)
+        self._contexts: _Contexts | None = None if options.context_fn is None else _contexts(options.context_fn)
+        self._entry: SyncPoint | None = None
+        self.module_state: ModuleState | None = None
+        self.random: RandomState = []
+        """The random numbers that the function starts with."""
+        self.named: Sequence[Generator] = ()
+        """The generators that the forward found besides those of devices."""
+        self._looked: norms.Looked = ()
+        self.means: Mapping[int, Tensor | None] = _NOTHING
+        """The running means of the norm layers that need not be noted, by ``id``, while the forward runs."""
         self._noted: list[nn.Module] = []
-
-    # What most calls do not set is a default of the class: a region of tiny operations is cheaper so.
-    devices: tuple[torch.device, ...] = ()
-    """The accelerators that the region works on. Without a tensor of one among the arguments, it may be any."""
-    _devices_of_inputs: tuple[torch.device, ...] = ()
-    _contexts: _Contexts | None = None
-    _entry: SyncPoint | None = None
-    module_state: ModuleState | None = None
-    settings: Settings
-    """The settings that the function starts with."""
-    random: RandomState
-    """The random numbers that it starts with."""
-    named: Sequence[Generator] = ()
-    """The generators that the forward found besides those of devices."""
-    means: Mapping[int, Tensor | None] = {}
-    """The running means of the norm layers that need not be noted, by ``id``, while the forward runs."""
-    _looked: norms.Looked = ()
-    _ran: dict[nn.Module, Any] | None = None  # until the forward has ended
+        self._ran: Mapping[nn.Module, Any] | None = None  # until the forward has ended
 
     def forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], pack: Pack, unpack: Unpack, values: bool
@@ -89,7 +82,6 @@ class Call:
         ``values`` says whether the values of what is saved will be compared.
         """
         function = self.function if self._contexts is None else _inside(self._contexts[0], self.function)
-        _, recomputing, replay = before = thread.flags
         modules = () if self._boundary.spec is None else self._boundary.modules()
         has_none = type(self.function) is FunctionType and not self.function.__dict__  # true of most functions
         module_state, is_locked = (None, False) if has_none and not modules else record_state(self.function, modules)
@@ -100,37 +92,46 @@ class Call:
             self.module_state = module_state
             if self.devices:
                 self._entry = SyncPoint(self.devices)  # the copies of buffers come before it, too
-            self.settings = settings()
-            self.random = self._random_state(module_state) if self._options.preserve_rng_state else []
-            layout = None if module_state is None else module_state.layout
-            layers = () if self.is_alone and layout is None else norm_layers_of(self.function, layout)
-            if layers:
-                # What is compiled from here on may save what it makes of the buffers.
-                self._looked = norms.look(layers, values or runs_compiled_code(self.function))
-                self.means = norms.means(self._looked)
-            around = thread.norms
-            push_hooks(pack, unpack)  # before what the end restores: it raises where hooks are disabled
-            thread.norms, thread.flags = self._noted, (True, recomputing, replay)
-            try:
-                outputs = function(*args, **kwargs)
-            finally:
-                thread.flags = before
-                pop_hooks()
-                thread.norms = around
-                self._ran = {}
-                if layers or self._noted:
-                    self._ran, self.means = norms.ran(self._looked, self._noted), {}
-                    if around is not None:
-                        around.extend(self._ran)
-                if module_state is not None:
-                    module_state.note_changes()
+            self._settings = settings()
+            if self._options.preserve_rng_state:
+                self.random = self._random_state(module_state)
+            if not self.is_alone or module_state is not None:
+                self._look(values)
+            outputs = self._run(function, args, kwargs, pack, unpack)
         finally:
             if is_locked:
                 state_lock.release()
         if self.devices:  # their backwards run in several threads, which share the generators of other devices
-            shared = 1 if self._devices_of_inputs else 1 + len(self.devices)  # the first is the CPU's
+            shared = 1 if self._of_inputs else 1 + len(self.devices)  # the first is the CPU's
             self.random = drawn_since(self.random[:shared]) + self.random[shared:]
         return outputs
+
+    def _look(self, values: bool) -> None:
+        layers = norm_layers_of(self.function, None if self.module_state is None else self.module_state.layout)
+        if layers:
+            # What is compiled from here on may save what it makes of the buffers.
+            self._looked = norms.look(layers, values or runs_compiled_code(self.function))
+            self.means = norms.means(self._looked)
+
+    def _run(
+        self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], pack: Pack, unpack: Unpack
+    ) -> Any:
+        thread = local.thread
+        flags, around = thread.flags, thread.norms
+        push_hooks(pack, unpack)  # before what the end restores: it raises where hooks are disabled
+        thread.flags, thread.norms = (True, flags[1], flags[2]), self._noted
+        try:
+            return function(*args, **kwargs)
+        finally:
+            thread.flags, thread.norms = flags, around
+            pop_hooks()
+            self.means = self._ran = _NOTHING
+            if self._looked or self._noted:
+                self._ran = norms.ran(self._looked, self._noted)
+                if around is not None:
+                    around.extend(self._ran)
+            if self.module_state is not None:
+                self.module_state.note_changes()
 
     def _take_context(self) -> AbstractContextManager[Any]:
         assert self._contexts is not None
@@ -169,8 +170,8 @@ class Call:
         substitutes = None if self.module_state is None else self.module_state.substitutes(self.function)
         if substitutes is not None:
             function = _inside(substituted(substitutes, self.function), function)
-        if self.settings != settings():
-            function = _inside(use_settings(self.settings), function)
+        if self._settings != settings():
+            function = _inside(use_settings(self._settings), function)
         if self.devices and self.random and self.random[0][0] is torch.default_generator:
             with exclusive(self.function):  # or the replay of another device's thread could set the generator meanwhile
                 return self._run_again(function, args, kwargs, pack, unpack)
@@ -179,9 +180,9 @@ class Call:
     def _run_again(
         self, function: Function, args: Sequence[Any], kwargs: dict[str, Any], pack: Pack, unpack: Unpack
     ) -> Any:
-        replay = Replay()
-        replay.ran = norms.ran(self._looked, self._noted) if self._ran is None else self._ran
-        before, scope, graded = thread.flags, thread.scope, torch.is_grad_enabled()
+        replay = Replay(norms.ran(self._looked, self._noted) if self._ran is None else self._ran)
+        thread, graded = local.thread, torch.is_grad_enabled()
+        flags, scope = thread.flags, thread.scope
         random_after: RandomState = []
         push_hooks(pack, unpack)  # the only step that may raise: where hooks are disabled
         try:
@@ -198,13 +199,16 @@ class Call:
         except Stop:
             return None
         finally:
-            thread.flags, thread.scope = before, scope
+            thread.flags, thread.scope = flags, scope
             set_grad_enabled(graded)
             pop_hooks()
-            if not (replay.compiles or self.is_alone):
+            if not (self.is_alone or replay.compiles):
                 settle(self.function)
             for generator, state in random_after:
                 generator.set_state(state)
+
+
+_NOTHING: Mapping[Any, Any] = {}
 
 
 def _inside(context: AbstractContextManager[Any], function: Function) -> Function:

@@ -22,7 +22,7 @@ from torchckpt.regions.core.kept import KeptCalls
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.core.slots import PlacedSlot, Slot
 from torchckpt.regions.devices import SyncPoint
-from torchckpt.regions.flags import thread
+from torchckpt.regions.flags import local
 from torchckpt.regions.places import holders_behind, place_of
 from torchckpt.regions.private import (
     dispatch_modes_are_active,
@@ -68,22 +68,21 @@ class Frame:
         """Whether slots have checksums."""
         of_all = settings_of_torch["_checkpoint_debug_enabled"]
         self._slot: type[Slot] = PlacedSlot if (options.debug if of_all is None else of_all) else Slot
+        self._call: Call | None = None
         self._slots: list[Slot] = []
+        self._in_norm = False
+        """Whether a norm layer that is known has saved what came last. A tensor that is no vector ends that."""
+        self._returned = False  # whether the forward has returned: no slots will be added
+        self._sync_point: SyncPoint | None = None
         self._lock = _RLock()
-
-    _call: Call | None = None
-    _in_norm = False
-    """Whether a norm layer that is known has saved what came last. A tensor that is no vector ends that."""
-    _returned = False  # whether the forward has returned: no slots will be added
-    _sync_point: SyncPoint | None = None
-    recomputed: SavedTensors | None = None
-    """The tensors that the replay saved, until they are in their slots."""
-    around: Around | None = None
-    """A context entered around the replay; it gets the frame, which then has ``recomputed``."""
-    kept: KeptCalls | None = None
-    """The results that ``keep`` recorded in the forward, for the replay (kept.py)."""
-    note: Callable[[Tensor], None] | None = None
-    """Called with each tensor that the forward saves and drops; None: nothing is."""
+        self.recomputed: SavedTensors | None = None
+        """The tensors that the replay saved, until they are in their slots."""
+        self.around: Around | None = None
+        """A context entered around the replay; it gets the frame, which then has ``recomputed``."""
+        self.kept: KeptCalls | None = None
+        """The results that ``keep`` recorded in the forward, for the replay (kept.py)."""
+        self.note: Callable[[Tensor], None] | None = None
+        """Called with each tensor that the forward saves and drops; None: nothing is."""
 
     def forward(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._call = Call(function, args, kwargs, self._options)
@@ -211,7 +210,7 @@ class Frame:
             if place < total:
                 # detach(): the tensor would keep the graph of the replay alive.
                 saved = tensor.detach().clone() if copies else tensor if tensor.is_leaf else tensor.detach()
-                compiles = checked and (replay := thread.flags[2]) is not None and replay.compiles
+                compiles = checked and (replay := local.thread.flags[2]) is not None and replay.compiles
                 if compiles and not self._values:
                     raise compiled_anew(call.function)
                 if checked and not slots[place].accepts(tensor, by_values or compiles):

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import Options
-from torchckpt.regions.flags import thread
+from torchckpt.regions.flags import local
 from torchckpt.typing import Function
 
 __all__ = ["AroundRegion", "Keep", "Scope"]
@@ -48,7 +48,7 @@ class Scope:
     @property
     def is_outermost(self) -> bool:
         """Whether a region that is entered now is inside of no other."""
-        return not self._is_inside_kept and not any(thread.flags[:2])
+        return not self._is_inside_kept and not any(local.thread.flags[:2])
 
     def run(
         self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
@@ -83,8 +83,8 @@ class Scope:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Inside the block, the regions that this thread enters belong to this scope."""
-        before, thread.scope = thread.scope, self
+        before, local.thread.scope = local.thread.scope, self
         try:
             yield
         finally:
-            thread.scope = before
+            local.thread.scope = before

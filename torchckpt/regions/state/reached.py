@@ -21,7 +21,7 @@ from weakref import ReferenceType, WeakKeyDictionary
 from torch import Tensor, nn
 
 from torchckpt.modules import contents_of, is_compiled_class, is_compiled_function, is_module, module_of, uncompiled
-from torchckpt.regions.flags import thread
+from torchckpt.regions.flags import local
 from torchckpt.regions.private import norm_layer
 from torchckpt.regions.state.layout import Layout, known_of, values_of
 from torchckpt.typing import Function
@@ -89,8 +89,8 @@ class _Counter:
 
     def _compiled(self, _: CodeType, __: CodeType) -> None:
         self.total += 1
-        if thread.flags[2] is not None:
-            thread.flags[2].compiles = True
+        if local.thread.flags[2] is not None:
+            local.thread.flags[2].compiles = True
 
 
 compilations = _Counter()
