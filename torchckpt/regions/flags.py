@@ -15,20 +15,16 @@ __all__ = ["Replay", "is_checkpointing", "is_recomputing", "local"]
 class Replay(list[nn.Module]):
     """The state of one running replay: a list of the norm layers that now hold copies of their buffers (norms.py)."""
 
-    __slots__ = ("compiles", "made", "ran", "skips", "watched")
-
     made: set[int | None]
     """Keys of the storages that it has made. Only set where a dispatch mode runs that did not run in the forward."""
     skips: dict[Any, Any]
     """The skips that layers have stashed in this replay (torchckpt.pipe.skip). Not set until the first one."""
+    ran: Mapping[nn.Module, Mapping[str, Tensor]]
+    """The norm layers that the forward has run, each with copies of its buffers from before, or with nothing."""
     watched: list[nn.Module]
     """The norm layers that have hooks, by which they are lent copies. Set where ``ran`` has any."""
-
-    def __init__(self, ran: Mapping[nn.Module, Mapping[str, Tensor]]) -> None:
-        self.ran = ran
-        """The norm layers that the forward has run, each with copies of its buffers from before, or with nothing."""
-        self.compiles = False
-        """Whether Dynamo has compiled code in it."""
+    compiles = False
+    """Whether Dynamo has compiled code in it."""
 
 
 class EntersRegions(Protocol):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache, partial
 from itertools import pairwise
-from types import CodeType, FrameType, FunctionType, MethodType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, TypeAlias
 
 import torch
@@ -155,7 +155,7 @@ class Call:
             arguments = pytree.tree_leaves((self.function.args, self.function.keywords))
             named = [*named, *generators_among(arguments)]
         self.named = named
-        if not named and not self.devices:  # mostly
+        if not named and not self.devices:  # as mostly
             return [(torch.default_generator, torch.default_generator.get_state())]
         return random_state(generators_of(self.devices, named))
 
@@ -180,7 +180,8 @@ class Call:
     def _run_again(
         self, function: Function, args: Sequence[Any], kwargs: dict[str, Any], pack: Pack, unpack: Unpack
     ) -> Any:
-        replay = Replay(norms.ran(self._looked, self._noted) if self._ran is None else self._ran)
+        replay = Replay()
+        replay.ran = norms.ran(self._looked, self._noted) if self._ran is None else self._ran
         thread, graded = local.thread, torch.is_grad_enabled()
         flags, scope = thread.flags, thread.scope
         random_after: RandomState = []
@@ -256,13 +257,11 @@ def ends_with(saved: Tensor, frame: FrameType, function: Function) -> bool:
     ``frame``, whose operation made ``saved`` and now saves it, must be the frame of ``function`` that the replay has
     called, and return what the operation gives: no other operation and no statement would follow.
     """
-    called_function = function.__func__ if isinstance(function, MethodType) else function
     caller = frame.f_back
     return (
-        isinstance(called_function, FunctionType)
-        and frame.f_code is called_function.__code__
-        and caller is not None
+        caller is not None
         and caller.f_code is _REPLAY  # not a call of the function by itself
+        and getattr(function, "__code__", None) is frame.f_code
         and _returns_next(frame.f_code, frame.f_lasti)
         and is_of_newest_node(saved)  # not an input of an operation that has not run yet
     )

@@ -64,8 +64,8 @@ class Frame:
         self._options = options
         self.checks = options.determinism_check != "none"
         """Whether the replay is compared with the forward."""
-        self._values = options.determinism_check == "values"
-        """Whether slots have checksums."""
+        self._by_values = self._values = options.determinism_check == "values"
+        """Whether it is compared by values; whether slots have checksums, as they have where code may be compiled."""
         of_all = settings_of_torch["_checkpoint_debug_enabled"]
         self._slot: type[Slot] = PlacedSlot if (options.debug if of_all is None else of_all) else Slot
         self._call: Call | None = None
@@ -194,7 +194,8 @@ class Frame:
         The last is followed by Stop, unless it is what the function returns: the exception would take longer.
         """
         total = len(slots)
-        checked, by_values = self.checks, self._options.determinism_check == "values"
+        checked = self.checks
+        compiled = compilations.total
         copies = mutation_is_allowed()  # the function may change what it has saved
         # A function may run a backward itself, before its forward has returned. Then not all slots exist yet.
         stops = self._options.early_stop or not self._returned
@@ -210,12 +211,14 @@ class Frame:
             if place < total:
                 # detach(): the tensor would keep the graph of the replay alive.
                 saved = tensor.detach().clone() if copies else tensor if tensor.is_leaf else tensor.detach()
-                compiles = checked and (replay := local.thread.flags[2]) is not None and replay.compiles
-                if compiles and not self._values:
-                    raise compiled_anew(call.function)
-                if checked and not slots[place].accepts(tensor, by_values or compiles):
-                    different.append(Difference(slots[place], tensor, place_of(sys._getframe(1))))
-                    return saved
+                if checked:
+                    replay = local.thread.flags[2] if compilations.total != compiled else None
+                    compiles = replay is not None and replay.compiles
+                    if compiles and not self._values:
+                        raise compiled_anew(call.function)
+                    if not slots[place].accepts(tensor, self._by_values or compiles):
+                        different.append(Difference(slots[place], tensor, place_of(sys._getframe(1))))
+                        return saved
                 fresh.append((saved, saved._version))
                 if place + 1 < total or not stops or ends_with(tensor, sys._getframe(1), call.function):
                     return saved

@@ -134,9 +134,6 @@ class Generator(Protocol):
     def set_state(self, state: Tensor, /) -> Any: ...
 
 
-_CPU = (torch.default_generator,)
-
-
 class _ModuleGenerator:
     # For a device whose module has get_rng_state and set_rng_state, but no ``default_generators``.
     def __init__(self, device: torch.device) -> None:
@@ -159,8 +156,6 @@ def _device_generator(device: torch.device) -> Generator:
 
 def generators_of(devices: Sequence[torch.device], named: Sequence[Generator]) -> Sequence[Generator]:
     """The CPU's default generator, that of each of ``devices`` (accelerators), and those that the caller ``named``."""
-    if not devices and not named:
-        return _CPU
     return list(dict.fromkeys([torch.default_generator, *map(_device_generator, devices), *named]))
 
 
