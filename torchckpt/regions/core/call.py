@@ -49,6 +49,9 @@ class Call:
     ``finally``: context managers would be a tenth of the cost of a region of tiny operations.
     """
 
+    random: RandomState
+    """The random numbers that the function starts with."""
+
     def __init__(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> None:
         self.function = function
         self._of_inputs: tuple[torch.device, ...] = ()  # the accelerators of the arguments
@@ -64,8 +67,6 @@ class Call:
         self._contexts: _Contexts | None = None if options.context_fn is None else _contexts(options.context_fn)
         self._entry: SyncPoint | None = None
         self.module_state: ModuleState | None = None
-        self.random: RandomState = []
-        """The random numbers that the function starts with."""
         self.named: Sequence[Generator] = ()
         """The generators that the forward found besides those of devices."""
         self._looked: norms.Looked = ()
@@ -93,8 +94,7 @@ class Call:
             if self.devices:
                 self._entry = SyncPoint(self.devices)  # the copies of buffers come before it, too
             self._settings = settings()
-            if self._options.preserve_rng_state:
-                self.random = self._random_state(module_state)
+            self.random = self._random_state(module_state) if self._options.preserve_rng_state else []
             if not self.is_alone or module_state is not None:
                 self._look(values)
             outputs = self._run(function, args, kwargs, pack, unpack)
@@ -125,9 +125,9 @@ class Call:
         finally:
             thread.flags, thread.norms = flags, around
             pop_hooks()
-            self.means = self._ran = _NOTHING
+            self._ran = _NOTHING
             if self._looked or self._noted:
-                self._ran = norms.ran(self._looked, self._noted)
+                self._ran, self.means = norms.ran(self._looked, self._noted), _NOTHING
                 if around is not None:
                     around.extend(self._ran)
             if self.module_state is not None:

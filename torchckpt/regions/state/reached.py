@@ -107,8 +107,8 @@ def is_settled(function: Function) -> bool:
 def settle(function: Function) -> None:
     """Note that a replay of ``function`` has ended, and nothing was compiled in it."""
     total = compilations.total or compilations.look()
-    if total:
-        _settled[_key(function)] = total
+    if total and _settled.get(key := _key(function)) != total:
+        _settled[key] = total
 
 
 def _key(function: Any) -> Any:
