@@ -115,12 +115,11 @@ class Count:
         """A context around an action."""
         record = self._records[self._placement[action.stage]]
         with self._watched(action), self._saving(action):
-            record.due()
+            start = record.due()
             if action.kind is Kind.RECOMPUTE:
                 with record.recomputing(action):
                     yield
             else:
-                start = record.now()
                 yield
                 record.ended(action, start)
 
@@ -202,8 +201,7 @@ class Count:
         self._begun.add(action)
         self._ends_open(rank)
         self._reaches(action)
-        self._records[rank].due()
-        self._open[rank] = action, self._records[rank].now()
+        self._open[rank] = action, self._records[rank].due()
 
     def _ran(self, action: Action, left: set[int], number: int, *_: object) -> None:
         left.discard(number)
