@@ -34,7 +34,8 @@ lint:
 	$(BIN)/zizmor --offline --quiet --strict-collection .github
 	if command -v actionlint; then actionlint; fi
 
-PLANS := tests/graph tests/planning tests/models tests/command
+# Of the same length, and each with what is like it.
+PLANS := $(addprefix tests/,graph planning models command costs jobs examples benchmarks pages tools)
 
 test-plans:
 	$(BIN)/python -m pytest $(PLANS) 2>&1 | $(call named,plans)

@@ -13,6 +13,7 @@ from tests.device import load, why_not
 from tests.device.fixtures import sim, simulator
 from tests.device.unsimulated import why_unsimulated
 from tests.helpers import by_hand, prefetched
+from torchckpt.planning.remat.search import planner
 from torchckpt.regions.devices import accelerator_type
 
 __all__ = ["sim", "simulator"]
@@ -81,6 +82,12 @@ def two_accelerators(accelerator):
 def call(request):
     """Calls a function on its arguments as a region."""
     return request.param
+
+
+@pytest.fixture
+def quick_planner(monkeypatch):
+    """Any schedule will do."""
+    monkeypatch.setattr(planner, "_SEARCH_WORK", 1)
 
 
 @pytest.fixture(autouse=True)

@@ -8,14 +8,13 @@ from benchmarks.turns import Spread
 from tests.scripts import printed_by
 
 
-@pytest.fixture(scope="module")
-def found():
-    return printed_by("layers/short.py", timeout=900)
+LONG = [pytest.param(name, marks=pytest.mark.slow) for name in ("resnet20", "unet")]
 
 
-@pytest.fixture(scope="module", params=[0, 1, 2], ids=["GPT", "ResNet", "U-Net"])
-def model(request, found):
-    return found[request.param]
+@pytest.fixture(scope="module", params=["gpt6", *LONG])
+def model(request):
+    (model,) = printed_by("layers/short.py", request.param, timeout=900)
+    return model
 
 
 def test_gradients_are_eagers_to_the_bit(model):
@@ -38,11 +37,10 @@ def test_each_way_has_a_row(model):
     assert [start for start in starts if not any(key.startswith(start) for key in model["rows"])] == []
 
 
-def test_the_picture_has_a_chart_of_each_model(found, tmp_path):
-    for model in found:
-        for row in model["rows"].values():
-            row["step"] = Spread(1.0, 1.0 + row["flops"], 1.5)
-    beside.draw(found, tmp_path / "beside.svg")
+def test_the_picture_has_a_chart_of_each_model(model, tmp_path):
+    for row in model["rows"].values():
+        row["step"] = Spread(1.0, 1.0 + row["flops"], 1.5)
+    beside.draw([model, model], tmp_path / "beside.svg")
     text = (tmp_path / "beside.svg").read_text()
-    assert text.count("bytes and extra time, by layers and otherwise") >= len(found)
+    assert text.count("bytes and extra time, by layers and otherwise") >= 2
     assert [tool for tool in ("every=k", "rematerialize", "selective policies") if tool not in text] == []

@@ -83,6 +83,7 @@ def fails():
 
 module = Scaled()
 """
+pytestmark = pytest.mark.usefixtures("quick_planner")
 ERROR = "python -m torchckpt fit: error: "
 WORKS = "works: def gpt(): return model, tokens; or: return model, (tokens, mask)"
 PLACE = "works: a file such as picture{}, in a folder that is there"

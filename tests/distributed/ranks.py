@@ -85,6 +85,7 @@ def _script(rank: int, path: str, arguments: tuple[str, ...], folder: str, ranks
 
 
 def _work(rank: int, function: Callable[[int], Any], folder: str, ranks: int) -> None:
+    gc.freeze()  # what is imported need not be looked through at each collection
     warnings.simplefilter("ignore")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)

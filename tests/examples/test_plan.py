@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from examples.plan_llama import Size, tiny
 from tests.scripts import ROOT, run
 from torchckpt.costs import pipeline_costs
@@ -36,6 +38,7 @@ def test_a_llama_of_70_billion_parameters_in_under_two_gigabytes():
     assert block["forward_seconds"] < 1.2 * products / 989.4e12 / 0.5
 
 
+@pytest.mark.slow
 def test_the_parallel_one_is_counted_as_one_rank_of_sixteen():
     from examples.plan_parallel import stages
     from torchckpt.costs import fake_mesh

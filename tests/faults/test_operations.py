@@ -22,7 +22,7 @@ from tests.settings import with_gloo, without_collector
 
 pytestmark = [with_gloo, pytest.mark.usefixtures("group", "quiet")]
 
-FEW = 12
+FEW = 6
 """How many operators of a step raise in ``make test``."""
 LARGE, OF_LARGE = 12, 40
 """The blocks of a larger model, and how many of its operators raise."""

@@ -18,7 +18,7 @@ def test_a_short_soak_is_flat(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     let_cpu_move(monkeypatch)
     torch.manual_seed(0)
     with one_rank():
-        looks = soak.soak(TOOLS[name].make(2), 110)
+        looks = soak.soak(TOOLS[name].make(2), 55)
     assert [text for text in grows(looks) if not text.startswith(("kilobytes", "seconds"))] == []
 
 

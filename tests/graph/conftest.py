@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from torchckpt.graph.private.trace import Differentiable
-from torchckpt.planning.remat.search import planner
 
 
 @pytest.fixture
@@ -21,12 +20,6 @@ def traces(monkeypatch):
 
     monkeypatch.setattr(Differentiable, "trace", counting)
     return numbers
-
-
-@pytest.fixture
-def quick_planner(monkeypatch):
-    """Any schedule will do."""
-    monkeypatch.setattr(planner, "_SEARCH_WORK", 1)
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def test_above_the_peak_nothing_is_recomputed():
 
 def test_below_the_least_the_rank_is_told_and_the_plan_that_works():
     schedule, stages = one_f_one_b(4, 8), gpt(8, 8, 8, 7)
-    with pytest.raises(BudgetInfeasible, match=r"(?s)rank 0 needs 2.9.* 0; too little for ranks 3, too") as caught:
+    with pytest.raises(BudgetInfeasible, match=r"(?s)rank 0 needs 2.9.* 0; too little for rank 3, too") as caught:
         plan_pipeline(schedule, stages, 2.4)
     error = caught.value
     assert (error.rank, error.least_bytes) == (0, pytest.approx(4 * (8 * 0.06 + 0.02) + 0.94))

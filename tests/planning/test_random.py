@@ -16,7 +16,11 @@ NEAR = 1e-9
 SEEDS = range(1000)
 COSTS = ("forward_seconds", "input_grad_seconds", "weight_grad_seconds", "recompute_seconds")
 
-in_ten_parts = pytest.mark.parametrize("seeds", [SEEDS[start::10] for start in range(10)], ids=str)
+in_ten_parts = pytest.mark.parametrize(
+    "seeds",
+    [pytest.param(SEEDS[start::10], marks=pytest.mark.slow if start >= 3 else ()) for start in range(10)],
+    ids=str,
+)
 
 
 def travel(schedule, costs, links, lower):

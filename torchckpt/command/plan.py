@@ -110,11 +110,12 @@ def run(options: argparse.Namespace) -> None:
         works = "works: python -m torchckpt plan --schedule 1f1b --stages 4 --microbatches 8 --blocks 8 --budget 50%"
         raise Unusable(f"one of the arguments --schedule --csv --model is required; {works}")
     model_faults(options)
+    host = _host(options)
     costs = None if options.target is None else model_costs(options)
     schedule, stages = _asked(options, None if costs is None else costs.stages)
     budget = _budget(options) if options.device_memory is None else DeviceMemory(options.device_memory)
     link = options.link if costs is None else replace(costs.link, latency_seconds=options.link)
-    compared, host = None, _host(options)
+    compared = None
     if schedule is None:
         ranks = options.ranks or len(stages)
         more: dict[str, Any] = {"ranks": ranks, "balance": options.balance, "host": host}

@@ -83,7 +83,7 @@ def test_equal_to_the_bit_and_within_the_budget(accelerator, name, budget):
     assert "planned on host" in str(report)
 
 
-@pytest.mark.parametrize("budget", ["50%", "60%", "85%"])
+@pytest.mark.parametrize("budget", ["50%", pytest.param("60%", marks=pytest.mark.slow), "85%"])
 @pytest.mark.parametrize("name", NAMES)
 def test_no_action_takes_more_than_planned(accelerator, name, budget, monkeypatch):
     measured = []

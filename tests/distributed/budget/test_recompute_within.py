@@ -39,12 +39,11 @@ pytestmark = with_gloo
 NAMES = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", *V_SHAPED)
 ROWS = 64  # so that activations, not gradients, take most of the bytes
 STEPS = 7  # four that are measured, and three that follow the plan
-BUDGETS = ("85%", "1GB")
+CASES = [*((name, "85%") for name in NAMES), ("Schedule1F1B", "1GB"), ("ScheduleInterleavedZeroBubble", "1GB")]
 _OLD_V = pytest.mark.skipif(OLD, reason="torch 2.11 alone: gloo cannot send to itself")
 
 
-def on_one_rank(names):
-    return [pytest.param(name, marks=_OLD_V if name not in ("ScheduleGPipe", "Schedule1F1B") else ()) for name in names]
+_ON_ONE_RANK = [pytest.param(*case, marks=() if case[0] in NAMES[:2] else _OLD_V) for case in CASES]
 
 
 def trained(schedule, stages, m):
@@ -73,8 +72,7 @@ def same_within(name, budget):
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("name", on_one_rank(NAMES))
-@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize(("name", "budget"), _ON_ONE_RANK)
 def test_all_stages_on_one_rank(name, budget):
     try:
         is_equal, seen = same_within(name, budget)
@@ -85,8 +83,7 @@ def test_all_stages_on_one_rank(name, budget):
     assert (seen["recomputed"] > 0) == (budget != "1GB")
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize(("name", "budget"), CASES)
 def test_two_ranks(reported, name, budget):
     for report in reported:
         is_equal, seen = report[name, budget]
@@ -101,7 +98,7 @@ def reported(tmp_path_factory):
 
 
 def report_of_rank(rank):
-    report = {(name, budget): attempted(same_within, name, budget) for name in NAMES for budget in BUDGETS}
+    report = {(name, budget): attempted(same_within, name, budget) for name, budget in CASES}
     report["budgets"] = attempted(step_with, {"budget": "1GB" if rank else "2GB"})
     report["plans"] = attempted(step_with, {"plan": all_late("Schedule1F1B", 2, kept=rank)})
     mode = {"plan": all_late("Schedule1F1B", 2)} if rank else {"budget": "1GB"}

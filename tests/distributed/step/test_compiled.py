@@ -85,8 +85,11 @@ def trained(make, prepare, backend=None):
     return [*losses, *gradients], recomputes.total
 
 
+SEGMENTS = pytest.param({"segments": 0}, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize("order", [regions_then_compile, compile_then_regions, regions_of_compiled])
-@pytest.mark.parametrize("options", [{}, {"segments": 0}, {"exempt": "none"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"exempt": "none"}, SEGMENTS], ids=str)
 def test_compiled_blocks_are_recomputed_ahead(order, options):
     backend = Runs()
     expected, _ = trained(layers, lambda schedule: schedule)

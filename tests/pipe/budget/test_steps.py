@@ -59,6 +59,13 @@ def test_a_step_takes_what_is_planned(share, chunks, way):
     assert (report.plan.recomputed_share == 0) == (share == "100%" or (share, way) == ("90%", "graph"))
 
 
+def test_a_plan_that_took_more_is_reported_until_another_one_was_counted(monkeypatch):
+    monkeypatch.setattr("torchckpt.measuring.known.NEAR", 0.0)
+    pipe = planned("wide", "step", "65%")
+    assert pipe.plan is None  # which the fifth step found too large
+    assert pipe.report().plan.recomputed_share > 0
+
+
 def test_the_order_of_the_plan_runs_as_it_is():
     pipe = planned("wide", "step", "75%")
     order = pipe.timeline().schedule

@@ -19,7 +19,10 @@ def copies_buffers(flow: Dataflow) -> bool:
     return any(flow.forward_results & set(operation.repeat.writes) for operation in flow.operations)
 
 
-@pytest.mark.parametrize("seed", [*range(100), 165])
+MORE = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 100)]
+
+
+@pytest.mark.parametrize("seed", [*range(40), 165, *MORE])
 def test_tiny_steps_beside_brute_force(seed):
     flow = random_flow(seed)
     for share, allowed in ALLOWED.items():

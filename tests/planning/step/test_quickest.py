@@ -31,7 +31,7 @@ def step(schedule, costs, link, choices=None):
     return simulate(schedule, costs, link, choices, exposed=False).step_seconds
 
 
-HUNDREDS = [pytest.param(first, marks=pytest.mark.slow if first >= 300 else ()) for first in range(0, 1000, 100)]
+HUNDREDS = [pytest.param(first, marks=pytest.mark.slow if first >= 100 else ()) for first in range(0, 1000, 100)]
 
 
 @pytest.mark.parametrize("first", HUNDREDS)

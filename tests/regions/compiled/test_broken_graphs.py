@@ -60,7 +60,7 @@ def values(function, block, x):
 
 @pytest.mark.parametrize("around", [by_call, by_module, in_a_region])
 @pytest.mark.parametrize(("breaks", "guards"), [(True, False), (False, True), (True, True)])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
 def test_it_is_ours(backend, breaks, guards, around):
     block, x = Block(breaks, guards), leaf(3, 4)
     twin = copy.deepcopy(block)

@@ -65,11 +65,15 @@ COMPILED = {
     "container in place": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Tanh()), compiled_in_place),
     "function": (Block, lambda module, backend: torch.compile(lambda x: module(x), backend=backend)),
 }
+LONG = ("module in place", "module in two graphs")
 
 
 # One that runs while modules have a global hook, as in a replay, is compiled once more from torch 2.15 on, however many
 # replays there are.
-@pytest.mark.parametrize(("make", "compile_it"), COMPILED.values(), ids=COMPILED)
+@pytest.mark.parametrize(
+    ("make", "compile_it"),
+    [pytest.param(*ways, marks=pytest.mark.slow if name in LONG else (), id=name) for name, ways in COMPILED.items()],
+)
 def test_what_is_compiled_is_what_is_compiled_without_the_region(call, device, make, compile_it):
     def graphs_of(call):
         torch._dynamo.reset()
@@ -160,7 +164,7 @@ def save_products():
 OPTIONS = [
     {},
     {"preserve_rng_state": False},
-    {"determinism_check": "none"},
+    pytest.param({"determinism_check": "none"}, marks=pytest.mark.slow),
     {"context_fn": save_products},
 ]
 

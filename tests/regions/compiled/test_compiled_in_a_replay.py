@@ -92,7 +92,10 @@ CALLS = [by_call, prefetched, nested]
 @pytest.mark.parametrize("compiled", [of_module, in_place, of_function])
 @pytest.mark.parametrize(
     ("backend", "inputs"),
-    [("eager", 1), ("eager", 2), ("aot_eager", 2), pytest.param("aot_eager", 1, marks=pytest.mark.slow)],  # a part of 2
+    [
+        ("eager", 1), ("aot_eager", 2),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("eager", 2), ("aot_eager", 1))),
+    ],
 )
 def test_the_documented_guard_in_a_compiled_block(backend, inputs, compiled, call):
     block, given = Counted(), [leaf(4, 4) for _ in range(inputs)]

@@ -169,7 +169,7 @@ def test_compile_of_a_module_that_is_none_of_ours_any_more():
     assert block._compiled_call_impl is not None
 
 
-@pytest.mark.parametrize("checkpoint_mode", ["never", "except_last", "always"])
+@pytest.mark.parametrize("checkpoint_mode", [pytest.param("never", marks=pytest.mark.slow), "except_last", "always"])
 @pytest.mark.parametrize("order", [module_then_compile, compile_then_module, module_of_compiled, torch.compile])
 @pytest.mark.parametrize("step", [False, True], ids=["forward", "step"])
 def test_compiled_layers_of_a_pipe(order, checkpoint_mode, step):

@@ -46,8 +46,8 @@ class _Known(Followed[Fitted]):
 
     counted: Counted | None = None
     tries: int = 0
-    shown: Counted | None = None
-    """A counted step of the plan."""
+    shown: tuple[Fitted, Counted] | None = None
+    """The last plan of which a step was counted, and that step."""
 
     def begins(self, budget: Bytes, order: Schedule, lookahead: int | None) -> bool:
         """Make the plan if there is none. Returns whether the step is counted."""
@@ -56,9 +56,9 @@ class _Known(Followed[Fitted]):
             return True
         if self.plan is None:
             self.follow(_fitted(self.counted, budget, self.share, order, lookahead))
-            self.shown = None
         self.steps += 1
-        return self.shown is None and self.steps >= SHOWN
+        is_shown = self.shown is not None and self.shown[0] is self.plan
+        return not is_shown and self.steps >= SHOWN
 
     def learn(self, counted: Counted) -> None:
         """Take in a step that was counted."""
@@ -66,7 +66,8 @@ class _Known(Followed[Fitted]):
         if counted.blocks:
             self.counted = counted
         elif self.plan is not None:
-            self.shown, fitted = counted, self.plan
+            fitted = self.plan
+            self.shown = fitted, counted
             if fitted.plan.recomputed_share < 1.0:
                 self.took_bytes(counted.peak_bytes, fitted.budget_bytes)
 
@@ -104,12 +105,12 @@ class Within:
 
     def report(self) -> PlannedStep:
         known = self._followed
-        if known is None or known.plan is None or known.shown is None:
+        if known is None or known.shown is None:
             raise CheckpointError(
                 "Pipe: no step of a plan was counted yet: that is the third step of a shape\n"
                 "  received: report() or draw() before that\n  works:    print(pipe.report()) after three steps"
             )
-        fitted, shown, peaks = known.plan, known.shown, None
+        (fitted, shown), peaks = known.shown, None
         timeline = measured_timeline(fitted.plan.step, shown.spans(fitted.plan.step.program.actions), in_bytes=True)
         if all(shown.levels):
             timeline, peaks = with_levels(timeline, shown.shown), tuple(shown.peak_bytes)

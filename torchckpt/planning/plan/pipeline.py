@@ -98,7 +98,7 @@ def _refuse(problem: Problem) -> None:
     if len(set(problem.budget_bytes)) == 1:  # one for all
         needed = [max(needed)] * len(needed)
     others = [other for other in problem.too_small if other != rank]
-    also = f"; too little for ranks {', '.join(map(str, others))}, too" if others else ""
+    also = "; too little for " + ", ".join(f"rank {other}" for other in others) + ", too" if others else ""
     host = ""
     if problem.host is not None:
         host = f", and {whole(problem.host_bytes[rank])} bytes on its host do not make up for it"

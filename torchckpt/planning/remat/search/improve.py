@@ -19,6 +19,8 @@ _WARMTH = 0.03
 """How much slower than the best schedule an accepted one may be at the start of the search."""
 _LOWER = 0.97
 """The next target for a schedule that does not fit, as a share of its peak."""
+_PATIENCE = 8
+"""How many rounds in vain end the search, for each operation: small schedules are at their best long before."""
 
 
 def remove_repeats(flow: Dataflow, schedule: Schedule, budget_bytes: int) -> Schedule:
@@ -216,10 +218,12 @@ class RuinAndRecreate:
         if draft.peak_bytes > self.budget_bytes:
             return
         self.best_cost, self.best = draft.cost, draft.copy()
-        end = draft.work + work
-        while draft.work < end and any(draft.repeats):
+        end, in_vain = draft.work + work, 0
+        while draft.work < end and any(draft.repeats) and in_vain < _PATIENCE * self.tables.count:
             draft.work += 10
+            best_cost = self.best_cost
             self._round(_WARMTH * (end - draft.work) / work)
+            in_vain = 0 if self.best_cost < best_cost else in_vain + 1
         draft.become(self.best)
 
     def _lower_round(self) -> None:
