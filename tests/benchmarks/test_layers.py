@@ -7,7 +7,6 @@ from benchmarks.layers import beside
 from benchmarks.turns import Spread
 from tests.scripts import printed_by
 
-
 LONG = [pytest.param(name, marks=pytest.mark.slow) for name in ("resnet20", "unet")]
 
 
