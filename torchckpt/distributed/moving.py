@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -135,7 +135,7 @@ class AllMoved(Scope):
         return super().run(function, args, kwargs, options)
 
     def _forward(self, region: Moved, function: Function, *args: Any, **kwargs: Any) -> Any:
-        with self._live.watching():
+        with nullcontext() if self._live.allocator else self._live.watching():
             self._live.begin()
             outputs = region.forward(function, args, kwargs)
         highest = self._live.highest()
