@@ -232,6 +232,7 @@ class Run:
             overlaps_reduce=not any(word in self._framework for word in ("deepspeed", "(2021)", "(2022)")),
             async_tp=self.overlap_notes == "async TP",
             offloads="offload" in self.levers,
+            regathers=not self._is_torch,
         )
         return self._with_states(base, self.state_dtypes or "", self.optimizer_sharding or "")
 

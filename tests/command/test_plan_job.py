@@ -81,6 +81,7 @@ def test_the_search(capsys, tmp_path):
         (("--tp", "3"), "--tp is given without --model; works: plan --model llama3-70b"),
         (("--search",), "--search is given without --model"),
         ((*JOB[1:], "--blocks", "8"), "--blocks is given with --model, which says what stages are and take"),
+        ((*JOB[1:], "--profile"), "--profile is given with --model, which says what stages are and take"),
         ((*JOB[1:], "examples.plan_llama:stages"), "MODULE:FUNCTION is given with --model"),
         (("--model", "llama3-8b", "--gpus", "8"), "--model is given without --device"),
         ((*JOB[1:], "--schedule", "all"), "--schedule all is given with --model; works: --search"),

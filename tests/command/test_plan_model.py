@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from xml.etree import ElementTree
 
@@ -39,6 +40,11 @@ def test_options_reach_the_costs(capsys):
     assert step("--link", "1") > 1
     assert step("--device", "a100") > plain
     assert step("--kernels", "cpu") == pytest.approx(plain, rel=0.5)
+
+
+def test_a_profile_has_the_seconds_of_this_machine(capsys):
+    text = printed(capsys, *TINY, "--budget", "100%", "--profile")
+    assert re.match(r"h100: seconds of this \w+, link 450 GB/s; of one micro-batch:", text)
 
 
 def test_the_memory_of_the_device_is_the_budget_and_the_parameters(capsys):
@@ -138,6 +144,9 @@ BAD = [
     (("examples.plan_parallel:tiny", *HALF, "--mesh", "tp=0"), "not sizes by name such as dp=2,tp=8; received: tp=0"),
     (("examples.plan_parallel:tiny", *HALF), "missing 1 required positional argument: 'mesh'"),
     (("examples.plan_parallel:tiny", *HALF, "--mesh", "tp=2"), "KeyError"),
+    ((WORDS, *HALF, "--profile", "--mesh", "tp=2"), "--profile and --mesh are both given, and the ranks of a mesh are"),
+    ((WORDS, *HALF, "--profile", "--efficiency", "0.4"), "--profile and --efficiency are both given, and what is run"),
+    (("--profile", "--blocks", "8", "--budget", "50%"), "--profile is given without a model; works: plan my_package"),
     (HALF, "--device is given without a model; works: plan my_package.model:stages"),
     (("--budget", "50%"), "the following arguments are required: --blocks"),
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from tests.settings import default_dtype
-from torchckpt.costs.count import repeated_children
+from torchckpt.costs.parts import repeated_children
 from torchckpt.regions.core.checkpointing import checkpoint
 from torchckpt.regions.core.scope import Scope
 from torchckpt.regions.saved import bytes_of

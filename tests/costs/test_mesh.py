@@ -157,6 +157,17 @@ def test_what_fsdp_gathers_runs_beside_the_block():
     assert waited.recompute_seconds == pytest.approx(hidden.recompute_seconds)  # gathered already
 
 
+def test_one_rank_copies_what_several_gather():
+    def counted(ranks):
+        with fake_mesh(dp=ranks) as mesh:
+            return pipeline_costs(sharded(8, mesh), "h100").counted[0]
+
+    one, two = counted(1), counted(2)
+    assert [part.work.saved_bytes for part in one.parts] == [part.work.saved_bytes for part in two.parts]
+    assert 0 < one.gathered_bytes < two.gathered_bytes
+    assert all(part.collectives == () for part in one.parts)
+
+
 def collectives(build):
     parts = pipeline_costs(build, "h100").counted[0].parts
     return sorted((c.phase, c.kind, c.dimension, c.count) for part in parts for c in part.collectives)

@@ -9,7 +9,7 @@ from torch import nn
 from tests.costs.models import MODELS, WIDTH, Mlp, Norms, Regions
 from torchckpt import checkpoint_module
 from torchckpt.costs import pipeline_costs
-from torchckpt.costs.count import repeated_children
+from torchckpt.costs.parts import repeated_children
 
 
 def linear():

@@ -7,6 +7,7 @@ import pytest
 
 from torchckpt.jobs import MACHINES, MODELS, Job, Layout, Model, Software, memory_of
 from torchckpt.planning.work.choice import State
+from torchckpt.planning.work.collective import Collective
 
 SMALL = Model("small", layers=8, hidden=1024, heads=8, ffn=4096, vocab=32000)
 H100 = MACHINES["h100"]
@@ -74,8 +75,7 @@ def test_a_head_that_is_split_over_the_stages():
 def test_static_bytes_by_what_is_shared(state, bytes_of_parameter):
     software = Software(parameter_bytes=4.0, optimizer_bytes=8.0) if state == "fsdp2" else Software()
     (memory,) = memory_of(job(pp=1, dp=8, gpus=8, state=state, software=software))
-    parameters = SMALL.parameters - SMALL.hidden  # the last norm is not counted
-    found = [part / parameters for part in (memory.weights, memory.gradients, memory.optimizer)]
+    found = [part / SMALL.parameters for part in (memory.weights, memory.gradients, memory.optimizer)]
     assert found == pytest.approx(list(bytes_of_parameter), rel=1e-3)
     assert (memory.gathered > 0) == (state == "fsdp2")
     assert memory.total == pytest.approx(sum(memory.parts.values()))
@@ -93,8 +93,27 @@ def test_experts_are_shared_by_the_ranks_that_hold_the_same():
 
 def test_tensor_parallel_divides_what_a_rank_holds():
     (one,), (four,) = (memory_of(job(pp=1, gpus=tp, tp=tp, state="none")) for tp in (1, 4))
-    assert four.weights == one.weights / 4
+    norms = 2 * SMALL.hidden * (2 * SMALL.layers + 1)
+    assert four.weights - norms == (one.weights - norms) / 4
     assert four.activations == pytest.approx(one.activations / 4)
+
+
+def test_collectives_of_the_state():
+    """FSDP2 gathers a layer's weights twice, and in a pipeline once a step; ZeRO-1 reduces and gathers all of them."""
+    layer, size = SMALL.layer_parameters(0), 2 * SMALL.parameters
+    gather = Collective("all_gather", 2 * layer, 4, "dp", "forward")
+    reduce = Collective("reduce_scatter", 2 * layer, 4, "dp", "backward")
+    assert job(pp=1, dp=4, state="fsdp2").collectives == (gather, gather._replace(phase="backward"), reduce)
+    kept = Software(resharded=False)
+    assert job(pp=1, dp=4, state="fsdp2", software=kept).collectives == (gather, reduce)
+    staged = job(dp=4, gpus=16, state="fsdp2").collectives
+    assert staged == (gather._replace(phase="step"), reduce._replace(phase="step"))
+    replicas = job(pp=1, dp=8, gpus=8, shards=4, state="fsdp2").collectives[-1]
+    assert replicas == Collective("all_reduce", layer // 2, 2, "replicas", "backward")
+    assert job(pp=1, dp=4).collectives == (
+        Collective("reduce_scatter", 2 * size, 4, "dp", "step"), Collective("all_gather", size, 4, "dp", "step")
+    )  # fmt: skip
+    assert job(pp=1, dp=4, state="none").collectives == (Collective("all_reduce", size, 4, "dp", "step"),)
 
 
 def test_messages_between_nodes_take_longer():
@@ -108,8 +127,8 @@ def test_messages_between_nodes_take_longer():
 def test_what_a_backward_needs_beside_what_is_saved():
     """Gradients of activations, 0.3 of a layer, or what selective recomputation makes again; less the logits."""
     first, *_, last = memory_of(job())
-    assert first.working == 0.3 * job().saved[True].whole
+    assert first.working == 0.3 * job().work[True].saved.whole
     assert last.working == 0
     unfused = job(recompute="selective", software=Software(attention="unfused"))
-    saved = unfused.saved[True]
+    saved = unfused.work[True].saved
     assert memory_of(unfused)[0].working == saved.whole - saved.kept > 0

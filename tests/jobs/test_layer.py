@@ -10,6 +10,7 @@ from torchckpt.jobs import MACHINES, MODELS, Layout, Model, Software, machine_na
 from torchckpt.jobs.layer import LayerWork
 from torchckpt.jobs.rates import Product
 from torchckpt.jobs.saved import saved_of
+from torchckpt.planning.work.collective import Collective
 
 LLAMA, GPT = MODELS["llama3-8b"], MODELS["gpt3-175b"]
 H100 = MACHINES["h100"]
@@ -60,10 +61,26 @@ def test_selective_recomputation_by_module():
 
 def test_collectives_of_tensor_parallel():
     size, network = 2.0 * 2048 * 4096, H100.network
-    parts = work(tp=8).collectives
-    assert parts == 2 * sum(network.seconds(kind, size, 8, 8) for kind in ("all_gather", "reduce_scatter"))
-    assert work(tp=8, sequence_parallel=False).collectives == 2 * network.seconds("all_reduce", size, 8, 8)
-    assert work().collectives == 0
+    two = 2 * sum(network.seconds(kind, size, 8, 8) for kind in ("all_gather", "reduce_scatter"))
+    assert work(tp=8).collective_seconds == 2 * two
+    assert work(tp=8, software=Software(async_tp=True)).collective_seconds == pytest.approx(0.7 * two)
+    assert work(tp=8, sequence_parallel=False).collectives == (
+        Collective("all_reduce", size, 8, "tp", "forward", 2), Collective("all_reduce", size, 8, "tp", "backward", 2)
+    )  # fmt: skip
+    assert work().collectives == ()
+    assert work().collective_seconds == 0
+
+
+def test_collectives_of_experts_and_of_context_parallel():
+    layout = Layout(sequence=2048, ep=8, dp=8, gpus=8)
+    sent = 2 * 2048 * 4096 * 2
+    routed = LayerWork(MODELS["mixtral-8x7b"], layout, H100, dense=False).collectives
+    assert routed == tuple(Collective("all_to_all", sent, 8, "ep", phase, 2) for phase in ("forward", "backward"))
+    keys = 2048 * 2 * 2 * 1024
+    ring = work(cp=4).collectives
+    assert ring == tuple(
+        Collective("all_gather", keys, 4, "cp", phase, count) for phase, count in (("forward", 1), ("backward", 2))
+    )
 
 
 def test_products_reach_less_when_they_are_small_or_skinny():
@@ -79,7 +96,7 @@ def test_products_reach_less_when_they_are_small_or_skinny():
 
 def test_a_replay_that_stops_early_leaves_out_the_last_product():
     def replay(stops_early):
-        return work(recompute="full", software=Software(stops_early=stops_early)).seconds.replay
+        return work(recompute="full", software=Software(stops_early=stops_early)).block.recompute_seconds
 
     last = H100.product(Product(2048, 4096, 14336))
     assert replay(False) - replay(True) == pytest.approx(last)
@@ -103,7 +120,7 @@ def test_the_description_has_the_flops_and_parameters_of_the_models_own_code():
 def test_a_device_without_a_number_that_is_needed(monkeypatch):
     bare = replace(H100, device=replace(H100.device, network=None))
     with pytest.raises(ArgumentError, match="the device has no network, which says what collectives take"):
-        bare.collective("all_gather", 1e6, 8)
+        bare.collective(Collective("all_gather", 1000000, 8, "tp", "forward"))
     with pytest.raises(ArgumentError, match="the device is not one of"):
         machine_named("h1000")
     monkeypatch.delitem(MACHINES, "h100")

@@ -46,6 +46,14 @@ def test_blocks_go_to_the_host_where_that_is_shorter():
     assert " away; at most " in plan.summary
 
 
+@pytest.mark.slow
+def test_a_host_may_hold_what_no_device_does():
+    small = job(replace(FLAGSHIP, global_batch=16))
+    with pytest.raises(BudgetInfeasible):
+        plan_job(small, 32e9)
+    assert plan_job(small, 32e9, Host(200e9, 50e9)).away_share > 0.9
+
+
 def test_one_stage_is_planned_as_well():
     layout = replace(FLAGSHIP, tp=8, pp=1, dp=8, recompute="planned")
     plan = plan_job(job(layout))
@@ -90,6 +98,13 @@ def test_numbers_for_a_file_and_the_picture():
     assert numbers["step"] == plan.step_seconds
     assert numbers["memory"][0]["buffers"] == BUFFERS
     picture = ElementTree.fromstring(drawn(plan))
-    bars = [bar for bar in picture.iter("{http://www.w3.org/2000/svg}rect") if len(bar)]
+    bars = [bar for bar in picture.findall("{*}rect") if len(bar)]
     assert len(bars) == 4 * 7
+    (step,) = picture.findall("{*}svg")
+    assert float(step.get("y")) > max(float(bar.get("y")) + float(bar.get("height")) for bar in bars)
+    assert float(picture.get("height")) == float(step.get("y")) + float(step.get("height"))
+    assert "1f1b, 4 stages, 128 micro-batches" in "".join(step.itertext())
+    tight = "".join(ElementTree.fromstring(drawn(plan_job(job(), 40e9))).find("{*}svg").itertext())
+    assert "everything kept" in tight
+    assert "planned within the budget of each rank" in tight
     assert all(math.isfinite(float(bar.get("height"))) for bar in bars)

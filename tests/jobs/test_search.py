@@ -8,8 +8,6 @@ import pytest
 from torchckpt.errors import ArgumentError
 from torchckpt.jobs import MACHINES, MODELS, Layout, search_layouts
 from torchckpt.jobs import search as module
-from torchckpt.jobs.job import Job
-from torchckpt.jobs.plan import JobPlan
 
 BASE = Layout(gpus=4, global_batch=16, sequence=4096)
 MODEL = replace(MODELS["llama3-8b"], layers=8)
@@ -36,18 +34,42 @@ def test_every_layout_is_accounted_for(found):
     assert found.pruned > 0
 
 
-def test_no_layout_that_was_pruned_is_better(found):
-    """The twenty best steps of all layouts, each simulated."""
-    best = []
-    for layout in module._layouts(MODEL, BASE, 8):
-        if not list(layout.faults(MODEL)):
-            try:
-                plan = JobPlan(Job(MODEL, layout, H100), 80e9)
-                best.append((plan.step_seconds, plan.peak_bytes < 76e9))
-            except ArgumentError:
-                continue
-    steps = sorted(step for step, fits in best if fits)
-    assert steps[:20] == [plan.step_seconds for plan in found.best]
+CASES = [
+    (MODEL, "h100", BASE),
+    (replace(MODELS["mixtral-8x7b"], layers=4), "a100", replace(BASE, sequence=2048, global_batch=8)),
+    (replace(MODELS["gpt3-175b"], layers=6, hidden=2048, heads=16, ffn=8192), "h100", replace(BASE, gpus=8)),
+]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case[0].name)
+def everything(request):
+    """A search that prunes nothing, its case, and the least seconds of each layout."""
+    model, device, base = request.param
+    case = model, MACHINES[device], base
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_BEST", 10**9)
+        patch.setattr(module, "_PLANNED", 0)
+        result = search_layouts(*case)
+    assert result.pruned == 0
+    return result, case, [least for least, *_ in module._bounded(*case, 80e9, module.SearchResult())]
+
+
+@pytest.mark.parametrize("count", [1, 4, 20])
+def test_what_is_pruned_is_not_among_the_best(everything, count, monkeypatch):
+    result, case, least = everything
+    monkeypatch.setattr(module, "_BEST", count)
+    monkeypatch.setattr(module, "_PLANNED", 0)
+    few = search_layouts(*case)
+    assert [plan.job.layout for plan in few.best] == [plan.job.layout for plan in result.best[:count]]
+    assert few.pruned == sum(seconds > few.best[-1].step_seconds for seconds in least) > 0
+    assert few.pruned + few.simulated == result.simulated
+
+
+def test_the_bound_is_below_each_step_and_equal_without_a_pipeline(everything):
+    for plan in everything[0].best:
+        least = module._least_seconds(plan.job)
+        assert least <= plan.step_seconds * (1 + 1e-9)
+        assert plan.job.layout.pp > 1 or least == pytest.approx(plan.step_seconds, rel=1e-9)
 
 
 def test_experts_are_spread():

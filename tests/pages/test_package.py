@@ -70,7 +70,8 @@ def test_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
     assert {name.split("/")[0] for name in names} == {"torchckpt", f"torchckpt-{torchckpt.__version__}.dist-info"}
     package = Path(torchckpt.__file__).parent
     files = {f"torchckpt/{path.relative_to(package).as_posix()}" for path in package.rglob("*.py")}
-    data = {"torchckpt/py.typed", "torchckpt/jobs/models.json"}
+    data = {"torchckpt/py.typed", "torchckpt/planning/devices.json"}
+    data |= {f"torchckpt/jobs/{name}.json" for name in ("models", "transformers")}
     assert {name for name in names if name.startswith("torchckpt/")} == files | data
 
 

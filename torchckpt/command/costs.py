@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from torchckpt.command.shared import Unusable, amount, in_options, line, size, state_bytes
+from torchckpt.command.shared import Unusable, amount, given, in_options, line, size, state_bytes
 from torchckpt.command.target import stages_at
 from torchckpt.errors import ArgumentError
 from torchckpt.planning.device import DEVICES, device_named
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["add_model", "model_costs", "model_faults"]
 
-_OF_MODEL = ("device", "efficiency", "dtype", "optimizer_bytes", "device_memory", "link_bandwidth", "kernels", "mesh")
+_OF_MODEL = ("device", "efficiency", "dtype", "optimizer_bytes", "device_memory", "link_bandwidth", "kernels", "mesh",
+             "profile")  # fmt: skip
+_DTYPES = ("bf16", "fp16", "fp32", "tf32", "fp64")
 _OF_NUMBERS = (
     "stages", "blocks", "forward", "backward", "weight_grad", "recompute", "saved", "boundary", "first", "last",
 )
@@ -34,47 +36,33 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model", "with MODULE:FUNCTION: counted without running it")
     group.add_argument("--device", type=_device, metavar="NAME", help=f"one of {', '.join(DEVICES)}")
     group.add_argument("--efficiency", type=_efficiency, metavar="SHARE", help="of its peak of FLOPs; default: 0.5")
-    group.add_argument(
-        "--dtype",
-        choices=("bf16", "fp16", "fp32", "tf32", "fp64"),
-        metavar="NAME",
-        help="torch's default while the stages are made: bf16, fp16, fp32, tf32, fp64; default: as the function makes "
-        "them",
+    text = f"torch's default while the stages are made: {', '.join(_DTYPES)}; default: as the function makes them"
+    group.add_argument("--dtype", choices=_DTYPES, metavar="NAME", help=text)
+    text = (
+        "of state for a parameter, beside weight and gradient, such as 12, or 12/64 where 64 ranks share it; default: "
+        "Adam's, 12 where it has two bytes, else 8"
     )
-    group.add_argument(
-        "--optimizer-bytes",
-        type=state_bytes,
-        metavar="BYTES",
-        help="of state for a parameter, beside weight and gradient, such as 12, or 12/64 where 64 ranks share it; "
-        "default: Adam's, 12 where it has two bytes, else 8",
+    group.add_argument("--optimizer-bytes", type=state_bytes, metavar="BYTES", help=text)
+    text = (
+        "in place of --budget: what is left of it beside parameters, gradients and the optimizer's state; default: "
+        "what --device has"
     )
-    group.add_argument(
-        "--device-memory",
-        type=size,
-        metavar="SIZE",
-        help="in place of --budget: what is left of it beside parameters, gradients and the optimizer's state; "
-        "default: what --device has",
-    )
+    group.add_argument("--device-memory", type=size, metavar="SIZE", help=text)
     group.add_argument("--link-bandwidth", type=size, metavar="SIZE", help="a second; default: inside a node")
-    group.add_argument(
-        "--kernels",
-        choices=("accelerator", "cpu"),
-        metavar="NAME",
-        help="accelerator: dropout, norms and attention keep what they keep there (default); cpu: what a CPU keeps",
+    text = "accelerator: dropout, norms and attention keep what they keep there (default); cpu: what a CPU keeps"
+    group.add_argument("--kernels", choices=("accelerator", "cpu"), metavar="NAME", help=text)
+    text = (
+        "ranks that a stage is spread over, such as dp=2,tp=8: the function is called with a DeviceMesh of them, and "
+        "the share of one rank is counted"
     )
-    group.add_argument(
-        "--mesh",
-        type=_mesh,
-        metavar="NAME=SIZE,...",
-        help="ranks that a stage is spread over, such as dp=2,tp=8: the function is called with a DeviceMesh of them, "
-        "and the share of one rank is counted",
-    )
+    group.add_argument("--mesh", type=_mesh, metavar="NAME=SIZE,...", help=text)
+    text = "run the stages on the device that is there, and take their seconds in place of those of --device"
+    group.add_argument("--profile", action="store_true", default=None, help=text)
 
 
 def model_faults(options: argparse.Namespace) -> None:
     """Raise Unusable for arguments that do not go together."""
-    names = _OF_NUMBERS if options.target is not None else _OF_MODEL
-    misplaced = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
+    misplaced = given(options, _OF_NUMBERS if options.target is not None else _OF_MODEL)
     if options.target is None:
         if misplaced:
             raise Unusable(
@@ -87,6 +75,10 @@ def model_faults(options: argparse.Namespace) -> None:
         return
     if misplaced:
         raise Unusable(f"{misplaced[0]} is given beside a model; {options.target} says what stages are and take")
+    clash = next((name for name in ("mesh", "efficiency") if options.profile and getattr(options, name)), None)
+    if clash is not None:
+        why = "the ranks of a mesh are not there to run" if clash == "mesh" else "what is run has no need of a share"
+        raise Unusable(f"--profile and --{clash} are both given, and {why}; works: {options.target} --profile")
     if options.device is None:
         raise Unusable(f"the model has no device; works: plan {options.target} --device h100")
     if options.budget is not None and options.device_memory is not None:
@@ -99,7 +91,7 @@ def model_costs(options: argparse.Namespace) -> PipelineCosts:
     """The costs of the stages that ``target`` makes."""
     from torchckpt.costs import fake_mesh, pipeline_costs
 
-    values = {name: getattr(options, name) for name in ("efficiency", "dtype", "optimizer_bytes", "kernels")}
+    values = {name: getattr(options, name) for name in ("efficiency", "dtype", "optimizer_bytes", "kernels", "profile")}
     values["link_bytes_per_second"] = options.link_bandwidth
     chosen = {name: value for name, value in values.items() if value is not None}
     try:

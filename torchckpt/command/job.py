@@ -6,7 +6,7 @@ import re
 import sys
 from dataclasses import fields, replace
 
-from torchckpt.command.shared import Unusable, count, line, say, say_json, size, write
+from torchckpt.command.shared import Unusable, count, given, line, say, say_json, size, write
 from torchckpt.errors import ArgumentError, BudgetInfeasible
 from torchckpt.jobs import MODELS, Job, JobPlan, Layout, Machine, machine_named, model_named, plan_job, search_layouts
 from torchckpt.jobs.layout import RECOMPUTES, SOFTWARE, STATES
@@ -21,7 +21,7 @@ _ALONE = (*_COUNTS, "policy", "sharding", "framework", "network", "search")
 _NOT_WITH = (
     "target", "csv", "ranks", "stages", "microbatches", "blocks", "forward", "backward", "weight_grad", "recompute",
     "saved", "boundary", "first", "last", "efficiency", "dtype", "optimizer_bytes", "kernels", "link_bandwidth",
-    "budget", "mesh",
+    "budget", "mesh", "profile",
 )  # fmt: skip
 _WORKS = "works: plan --model llama3-70b --gpus 64 --device h100 --tp 8 --pp 4 --dp 2 --global-batch 256"
 _HELP = {
@@ -52,9 +52,7 @@ def add_job(parser: argparse.ArgumentParser) -> None:
 
 def job_faults(options: argparse.Namespace) -> None:
     """Raise Unusable for options that do not go together."""
-    names = _ALONE if options.model is None else _NOT_WITH
-    named = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
-    named = ["MODULE:FUNCTION" if name == "--target" else name for name in named]
+    named = given(options, _ALONE if options.model is None else _NOT_WITH)
     if named and options.model is None:
         raise Unusable(f"{named[0]} is given without --model; {_WORKS}")
     if named:

@@ -151,14 +151,8 @@ def _over_device(plan: PipelinePlan, options: argparse.Namespace) -> str:
 
 def _as_json(plan: PipelinePlan, compared: Comparison | None) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "schedule": plan.schedule.name,
-        "step": plan.step_seconds,
-        "bound": plan.bound_seconds,
+        **_figures(plan),
         "keep_all": plan.keep_all_seconds,
-        "budget_bytes": list(plan.problem.budget_bytes),
-        "peak_bytes": list(plan.peak_bytes),
-        "recomputed_share": plan.recomputed_share,
-        "balance": list(plan.balance),
         "recompute_all": _rule_as_json(plan, plan.all_recomputed),
         "same_blocks": _rule_as_json(plan, plan.same_recomputed),
         "plan": json.loads(plan.to_json()),
@@ -168,9 +162,24 @@ def _as_json(plan: PipelinePlan, compared: Comparison | None) -> dict[str, Any]:
         found |= dict(zip(("recompute_alone", "offload_alone"), alone))
         found |= {"host_bytes": list(plan.problem.host_bytes), "host_peak_bytes": list(plan.step.host_peak_bytes)}
     if compared is not None:
-        found["schedules"] = [_row_as_json(row, compared) for row in compared.plans]
+        found["schedules"] = [
+            {**_figures(row), "stages": row.schedule.stages, "overhead": compared.overhead(row.step_seconds)}
+            for row in compared.plans
+        ]
         found["too_small_for"] = list(compared.too_small)
     return found
+
+
+def _figures(plan: PipelinePlan) -> dict[str, Any]:
+    return {
+        "schedule": plan.schedule.name,
+        "step": plan.step_seconds,
+        "bound": plan.bound_seconds,
+        "budget_bytes": list(plan.problem.budget_bytes),
+        "peak_bytes": list(plan.peak_bytes),
+        "recomputed_share": plan.recomputed_share,
+        "balance": list(plan.balance),
+    }
 
 
 def _rule_as_json(plan: PipelinePlan, rule: Rule) -> dict[str, Any]:
@@ -189,20 +198,6 @@ def _rule_as_json(plan: PipelinePlan, rule: Rule) -> dict[str, Any]:
         "peak_bytes": list(rule.peak_bytes) if fits else None,
         "recomputed_share": recomputed / every if every else 0.0,
         "balance": [len(stage.blocks) for stage in stages],
-    }
-
-
-def _row_as_json(plan: PipelinePlan, compared: Comparison) -> dict[str, Any]:
-    return {
-        "schedule": plan.schedule.name,
-        "stages": plan.schedule.stages,
-        "step": plan.step_seconds,
-        "bound": plan.bound_seconds,
-        "overhead": compared.overhead(plan.step_seconds),
-        "recomputed_share": plan.recomputed_share,
-        "peak_bytes": list(plan.peak_bytes),
-        "budget_bytes": list(plan.problem.budget_bytes),
-        "balance": list(plan.balance),
     }
 
 

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,8 +20,8 @@ from torchckpt.planning.order.schedules import NAMES, named_schedule
 
 __all__ = [
     "Parser", "Unusable", "add_command", "add_schedule", "amount", "check_apart", "comma_list", "count",
-    "file_to_write", "in_options", "line", "positive", "say", "say_json", "schedule_name", "schedule_of_csv", "shape",
-    "size", "state_bytes", "with_unit", "write",
+    "file_to_write", "given", "in_options", "line", "positive", "say", "say_json", "schedule_name", "schedule_of_csv",
+    "shape", "size", "state_bytes", "with_unit", "write",
 ]
 
 _LARGEST = 1e12
@@ -73,6 +73,13 @@ def line(error: Exception) -> str:
     """A message as one line: the rule, what was received, what works."""
     text = re.sub(r"^[\w.]+\(\): ", "", str(error))
     return " ".join(re.sub(r"\n\s*(received|works):\s*", r"; \1: ", text).split())
+
+
+def given(options: argparse.Namespace, names: Iterable[str]) -> list[str]:
+    """Those of the options ``names`` that are given, as one writes them."""
+    written = {"target": "MODULE:FUNCTION"}
+    chosen = (name for name in names if getattr(options, name) is not None)
+    return [written.get(name, f"--{name.replace('_', '-')}") for name in chosen]
 
 
 def in_options(text: str) -> str:

@@ -6,22 +6,28 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchckpt.costs.count import Counted, RegionSeen, counted, repeated_children
+from torchckpt.costs.count import Counted, counted
 from torchckpt.costs.operation import Ledger, kernels_of
+from torchckpt.costs.parts import RegionSeen, repeated_children
 from torchckpt.costs.private import VALUES_ASKED, is_unallocated, sharded_kind, unallocated
+from torchckpt.costs.profile import Spent, profiled
 from torchckpt.errors import ArgumentError, CheckpointError, Fault
 from torchckpt.tensors import tensors_in
 
-__all__ = ["Build", "Counting", "counted_chain"]
+__all__ = ["Build", "Counting", "counted_chain", "profiled_chain"]
 
 Build: TypeAlias = Callable[[], Any]
 """Returns the stages and the input of the first stage; optionally also a loss function of the last stage's output."""
+
+_T = TypeVar("_T")
+_Count: TypeAlias = Callable[[nn.Module, Callable[[], Any], Any, "Sequence[nn.Module] | None"], "tuple[_T, Any]"]
+"""Runs a stage, by its call and inputs, with these children as blocks; the result, and what the stage returns."""
 
 _WORKS = "def stages(): return [first, second], tokens; or: return [first, second], tokens, loss"
 
@@ -55,6 +61,11 @@ class Counting:
     mesh: Callable[[], AbstractContextManager[None]] | None = None
     """What is entered around all for stages that are shares of larger ones; None where such stages are refused."""
 
+    def count(
+        self, stage: nn.Module, call: Callable[[], Any], inputs: Any, children: Sequence[nn.Module] | None
+    ) -> tuple[Counted, Any]:
+        return counted(stage, call, inputs, self.ledger(), children, self.optimizer_bytes)
+
 
 def counted_chain(build: Build, how: Counting) -> list[Counted]:
     """Count each stage, called with the output of the previous stage.
@@ -65,30 +76,42 @@ def counted_chain(build: Build, how: Counting) -> list[Counted]:
     with _environment(how):
         with _stand_ins(_checked(build, how.mesh is not None)) as chain:
             with suppress(RegionSeen):
-                return _counts(chain, how, repeated_children(chain.stages))
+                return _each(chain, how.count, repeated_children(chain.stages))
             if how.mesh is None:
-                return _counts(chain, how, None)
+                return _each(chain, how.count, None)
         # The forward that was interrupted leaves FSDP2 in the middle of a step, so the stages are made anew.
         with _stand_ins(_checked(build, how.mesh is not None)) as chain:
-            return _counts(chain, how, None)
+            return _each(chain, how.count, None)
 
 
-def _counts(chain: _Chain, how: Counting, children: Sequence[nn.Module] | None) -> list[Counted]:
-    counts: list[Counted] = []
+def profiled_chain(build: Build, dtype: torch.dtype | None, device: torch.device) -> list[Spent]:
+    """Run each stage on ``device``, where ``build`` makes it; what its parts take.
+
+    Raises:
+        ArgumentError: as :func:`counted_chain`.
+    """
+    with _default_dtype(dtype), torch.device(device), torch.enable_grad():
+        chain, run = _checked(build, False), partial(profiled, device=device)
+        with suppress(RegionSeen):
+            return _each(chain, run, repeated_children(chain.stages))
+        return _each(chain, run, None)
+
+
+def _each(chain: _Chain, count: _Count[_T], children: Sequence[nn.Module] | None) -> list[_T]:
+    results: list[_T] = []
     inputs = chain.inputs
     for index, stage in enumerate(chain.stages):
         call = partial(chain.call, index, inputs)
         blocks = None if children is None else [module for module in stage.modules() if module in set(children)]
         with _explained(index, chain, inputs):
-            count, outputs = counted(stage, call, inputs, how.ledger(), blocks, how.optimizer_bytes)
-        counts.append(count)
+            result, outputs = count(stage, call, inputs, blocks)
+        results.append(result)
         inputs = _handed_on(outputs)
-    return counts
+    return results
 
 
 @contextmanager
 def _environment(how: Counting) -> Iterator[None]:
-    before = torch.get_default_dtype()
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:  # operators inside a compiled module cannot be seen
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -97,10 +120,19 @@ def _environment(how: Counting) -> Iterator[None]:
             stack.enter_context(how.mesh())
         stack.enter_context(kernels_of(how.kernels))
         stack.enter_context(torch.enable_grad())
-        stack.callback(torch.set_default_dtype, before)
-        if how.dtype is not None:
-            torch.set_default_dtype(how.dtype)
+        stack.enter_context(_default_dtype(how.dtype))
         yield
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    try:
+        if dtype is not None:
+            torch.set_default_dtype(dtype)
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _checked(build: Build, is_sharded: bool) -> _Chain:

@@ -5,42 +5,31 @@
         each has the storages      tells the part that           over [3] is the
         that it saves              made it                       weight gradient
     [2] for each part, what has run when it saves its last tensor: a replay ends there
-
-The parts are the blocks, and what runs before and after them. A block is an outermost region (``checkpoint``,
-``checkpoint_module``, ``Checkpointing``). In a model without regions, blocks are children of ``nn.Sequential``,
-``nn.ModuleList`` and ``nn.ModuleDict`` whose class occurs more than once among such children of all stages. A child
-that is a container, too, is a block only if its own children have different classes, such as a convolution, a norm and
-an activation. Otherwise its children may be blocks. Blocks do not nest.
 """
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchckpt.costs.collective import Collective
 from torchckpt.costs.operation import AFTER, BEFORE, BOTH_GRADS, FORWARD, INPUT_GRAD, REPLAY, Ledger, storages_in
+from torchckpt.costs.parts import Parts
 from torchckpt.costs.repeat import Repeats
 from torchckpt.modules import module_of
 from torchckpt.planning.work.block import Block
-from torchckpt.regions.core.frame import Frame
-from torchckpt.regions.core.options import Options
-from torchckpt.regions.core.scope import Scope
-from torchckpt.regions.private import newest_node, number_of
+from torchckpt.planning.work.collective import Collective
 from torchckpt.regions.saved import storage_of
 from torchckpt.tensors import inner_tensors, nodes_behind, tensors_in
 from torchckpt.typing import Function
 
-__all__ = ["Counted", "Part", "RegionSeen", "counted", "repeated_children", "static_of"]
+__all__ = ["Counted", "Part", "counted", "static_of"]
 
 
 @dataclass(frozen=True)
@@ -80,32 +69,37 @@ class Counted:
         return (self.before, *self.blocks, self.after)
 
 
-class _Forward:
+class _Forward(Parts):
     """Data about a stage, collected during its forward."""
 
     def __init__(self, ledger: Ledger, static: Mapping[StorageWeakRef, float]) -> None:
+        super().__init__()
         self.ledger = ledger
         self.repeats = Repeats()
-        self.inputs: list[Tensor] = []  # inputs of blocks that need a gradient
         self.changing: set[int] = set()  # blocks that change what they are given
         self.boundaries: list[set[StorageWeakRef]] = []  # the inputs of each block
         self._saved: defaultdict[int, set[StorageWeakRef]] = defaultdict(set)  # by part
         self._static = static
         self._sizes: dict[StorageWeakRef, int] = {}
         self._versions: list[tuple[Tensor, int]] = []
-        self._starts: list[tuple[int, int]] = [(-1, BEFORE)]  # the number of a node, and the part from there on
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().enter(args, kwargs)
         tensors = tensors_in((args, kwargs))
-        self.inputs += [tensor for tensor in tensors if tensor.requires_grad and not isinstance(tensor, nn.Parameter)]
         self._versions = [(tensor, tensor._version) for tensor in tensors]
-        self._turn(len(self.boundaries))
         self.boundaries.append({storage for tensor in tensors for storage in self._met(tensor)})
 
     def leave(self) -> None:
         if any(tensor._version != version for tensor, version in self._versions):
             self.changing.add(self.ledger.part)
-        self._turn(AFTER)
+        super().leave()
+
+    def begins(self, part: int) -> None:
+        super().begins(part)
+        self.ledger.part = part
+
+    def reaches(self, part: int) -> None:
+        self.ledger.part = part
 
     def run(self, function: Function, *args: Any, **kwargs: Any) -> Any:
         """Call a block that was entered, unless another stands for it."""
@@ -125,10 +119,6 @@ class _Forward:
         self._saved[self.ledger.part].update(self._met(tensor))
         self.ledger.saved()
         return tensor if tensor.is_leaf else tensor.detach()
-
-    def part_of(self, node: Node) -> int:
-        place = bisect_right(self._starts, number_of(node), key=lambda start: start[0])
-        return self._starts[place - 1][1]
 
     def bytes_of_parts(self) -> dict[int, tuple[int, int, int]]:
         """The bytes of each part: saved, of its boundary, and of the boundary if it is kept and does not save them.
@@ -158,10 +148,6 @@ class _Forward:
         self._sizes.update(sizes)
         return sizes
 
-    def _turn(self, part: int) -> None:
-        self._starts.append((newest_node() + 1, part))
-        self.ledger.part = part
-
 
 def counted(
     stage: nn.Module,
@@ -182,13 +168,12 @@ def counted(
     forward = _Forward(ledger, ledger.watched)
     parameters = [parameter for parameter in stage.parameters() if parameter.requires_grad]
     with ledger:
-        blocks_watched = _watched(forward.enter, forward.leave, forward.run, children)
-        with saved_tensors_hooks(forward.pack, lambda tensor: tensor), blocks_watched, _phase(ledger, FORWARD):
+        hooks = saved_tensors_hooks(forward.pack, lambda tensor: tensor)
+        with hooks, forward.watched(children), _phase(ledger, FORWARD):
             outputs = call()
         graded = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
         leaves = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
-        for node in nodes_behind(graded):
-            node.register_prehook(_turning(ledger, forward.part_of(node)))
+        forward.follow(nodes_behind(graded))
         gradients = [torch.ones_like(output) for output in graded]
         if graded:
             with _phase(ledger, BOTH_GRADS):  # FSDP2 reduces what it finds in .grad
@@ -228,15 +213,6 @@ def _parts(forward: _Forward, static: Mapping[StorageWeakRef, float]) -> Iterabl
     return parts.values()
 
 
-def _turning(ledger: Ledger, part: int) -> Callable[[Any], None]:
-    """A hook that notes, before a node runs backwards, the part in which it was made."""
-
-    def turn(_: Any) -> None:
-        ledger.part = part
-
-    return turn
-
-
 @contextmanager
 def _phase(ledger: Ledger, phase: str) -> Iterator[None]:
     ledger.phase, ledger.part = phase, BEFORE
@@ -244,90 +220,6 @@ def _phase(ledger: Ledger, phase: str) -> Iterator[None]:
         yield
     finally:
         ledger.phase = None
-
-
-_Enter: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], None]
-_Run: TypeAlias = Callable[..., Any]
-"""Calls its first argument, a block, with the others."""
-
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-
-
-class RegionSeen(Exception):
-    """Raised at the first region where blocks are children: the blocks of all stages are regions then."""
-
-
-class _Regions(Scope):
-    """The scope of all regions of a stage. It tells when outermost ones start and end, and each keeps what it saves."""
-
-    def __init__(self, enter: _Enter, leave: Callable[[], None], run: _Run) -> None:
-        super().__init__(keep=True)
-        self._enter, self._leave, self._run = enter, leave, run
-        self._depth = 0
-
-    def run(
-        self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
-    ) -> tuple[Any, Frame | None]:
-        if self._depth:
-            return super().run(function, args, kwargs, options)
-        self._enter(args, kwargs)
-        self._depth += 1
-        outputs = super().run(partial(self._run, function), args, kwargs, options)
-        self._depth -= 1
-        self._leave()
-        return outputs
-
-
-def _seen(*_: Any) -> None:
-    raise RegionSeen
-
-
-@contextmanager
-def _watched(
-    enter: _Enter, leave: Callable[[], None], run: _Run, children: Sequence[nn.Module] | None
-) -> Iterator[None]:
-    """Inside this context, ``enter`` and ``leave`` are called around each block, and ``run`` in its place: each
-    outermost region, or each call of ``children``."""
-    with ExitStack() as stack:
-        stack.enter_context(_Regions(enter if children is None else _seen, leave, run).entered())
-        for child in children or ():
-            entering = child.register_forward_pre_hook(
-                lambda _, args, kwargs: enter(args, kwargs), with_kwargs=True, prepend=True
-            )
-            leaving = child.register_forward_hook(lambda *_: leave())
-            stack.callback(entering.remove)
-            stack.callback(leaving.remove)
-            if "forward" not in vars(child):
-                child.forward = partial(run, child.forward)
-                stack.callback(vars(child).pop, "forward")
-        yield
-
-
-def repeated_children(stages: Sequence[nn.Module]) -> list[nn.Module]:
-    """The children of containers whose class occurs more than once among such children."""
-    repeated: list[nn.Module] = []
-    level: list[nn.Module] = list(stages)
-    while level:
-        children = [child for module in level for child in _in_containers(module)]
-        counts = Counter(map(type, children))
-        repeated += [child for child in children if counts[type(child)] > 1]
-        level = [child for child in children if counts[type(child)] == 1]
-    return list(dict.fromkeys(repeated))
-
-
-def _in_containers(module: nn.Module) -> Iterator[nn.Module]:
-    """The children of the outermost containers in ``module``, which may be one itself. A uniform container among these
-    children is replaced by its own."""
-    for child in module.children():
-        if not isinstance(module, _CONTAINERS) or _is_uniform(child):
-            yield from _in_containers(child)
-        else:
-            yield child
-
-
-def _is_uniform(module: nn.Module) -> bool:
-    kinds = list(map(type, module.children()))
-    return isinstance(module, _CONTAINERS) and len(set(kinds)) < len(kinds)
 
 
 _MASTER_BYTES, _MOMENTS_BYTES = 4, 8

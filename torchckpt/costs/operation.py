@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from torchckpt.costs.collective import Collective
 from torchckpt.costs.private import TorchDispatchMode, fused_attention, is_view
+from torchckpt.planning.work.collective import Collective
 from torchckpt.regions.saved import storage_of
 from torchckpt.tensors import flop_formula, tensors_in
 

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchckpt.costs.collective import Collective
 from torchckpt.costs.mesh import Layout
 from torchckpt.costs.operation import BEFORE, BOTH_GRADS, FORWARD, REPLAY, Ledger, SecondsOf, storages_in
 from torchckpt.costs.private.mesh import bytes_alive, collective_kind, group_of, is_partial
 from torchckpt.errors import Fault, raise_fault
 from torchckpt.planning.device import Device
+from torchckpt.planning.work.collective import Collective
 from torchckpt.tensors import tensors_in
 
 __all__ = ["ParallelLedger"]
@@ -49,10 +49,18 @@ class ParallelLedger(Ledger):  # type: ignore[no-untyped-call]  # untyped in tor
         kwargs, kind = kwargs or {}, collective_kind(operator)
         if kind is not None:
             return self._communicate(kind, operator, args, kwargs)
+        # Shares of a later dimension are joined.
         is_join = operator is torch.ops.aten.cat.out and not self.gathered.isdisjoint(storages_in(args))
-        if operator.namespace == "fsdp" or is_join:  # shares of a later dimension are joined
+        if operator.namespace == "fsdp" or is_join or self._is_whole_copy(operator, args):
             return self._copy(operator, types, args, kwargs)
         return super().__torch_dispatch__(operator, types, args, kwargs)
+
+    def _is_whole_copy(self, operator: Any, args: Any) -> bool:
+        """Whether FSDP2 copies a parameter that no other rank has a share of, where it would gather it."""
+        if operator is not torch.ops.aten.copy_.default or args[0].dim() != 1:
+            return False
+        target, source = (set(storages_in(side)) for side in args[:2])
+        return not self.watched.keys().isdisjoint(source) and self.watched.keys().isdisjoint(target)
 
     def saved(self) -> None:
         super().saved()

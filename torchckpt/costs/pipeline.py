@@ -16,14 +16,16 @@ from typing import TypeGuard
 
 import torch
 
-from torchckpt.costs.chain import Build, Counting, counted_chain
+from torchckpt.costs.chain import Build, Counting, counted_chain, profiled_chain
 from torchckpt.costs.count import Counted, Part
 from torchckpt.costs.mesh import LAYOUT, Layout
 from torchckpt.costs.operation import KERNELS, Ledger, SecondsOf
+from torchckpt.costs.profile import device_here, with_seconds
 from torchckpt.errors import Fault, called, check, raise_fault
 from torchckpt.planning.device import Device, device_named
 from torchckpt.planning.draw.units import aligned
 from torchckpt.planning.work.block import Block, Link, Stage, fixed
+from torchckpt.planning.work.collective import HEADS
 
 __all__ = ["EFFICIENCY", "PipelineCosts", "pipeline_costs"]
 
@@ -51,6 +53,8 @@ class PipelineCosts:
     link: Link
     optimizer_bytes: float | None = None
     """The bytes of state for each trained parameter, as the caller gave them."""
+    profiled_on: str = ""
+    """The device whose seconds these are; empty if they are counted for ``device``."""
 
     def __str__(self) -> str:
         rows = [("stage", "blocks", "parameters", "forward", "backward", "TFLOPs", "saved", "boundary", "static")]
@@ -67,7 +71,8 @@ class PipelineCosts:
                 f"{sum(block.boundary_bytes for block in stage.blocks) / 1e9:.4g} GB",
                 f"{stage.static_bytes / 1e9:.4g} GB",
             ))
-        head = f"{self.device.name}: {self.efficiency:.0%} of its peak, link {self.link.bandwidth / 1e9:.4g} GB/s"
+        seconds = f"seconds of this {self.profiled_on}" if self.profiled_on else f"{self.efficiency:.0%} of its peak"
+        head = f"{self.device.name}: {seconds}, link {self.link.bandwidth / 1e9:.4g} GB/s"
         size = self.optimizer_bytes
         state = "Adam's state" if size is None else f"{size:g} bytes of state a parameter"
         gathered = ", what is gathered at once" if any(counted.gathered_bytes for counted in self.counted) else ""
@@ -77,13 +82,8 @@ class PipelineCosts:
     def _collectives(self) -> str:
         """The collectives of the first block that has any, as a table."""
         blocks = (part.collectives for counted in self.counted for part in counted.blocks if part.collectives)
-        rows = [
-            (each.phase, each.kind, f"{each.dimension} ({each.ranks})", f"{each.bytes / 1e6:.4g} MB", str(each.count))
-            for each in next(blocks, ())
-        ]
-        if not rows:
-            return ""
-        return f"\n\n{aligned([('a block', 'collective', 'over', 'bytes', 'times'), *rows])}"
+        rows = [each.cells for each in next(blocks, ())]
+        return f"\n\n{aligned([HEADS, *rows])}" if rows else ""
 
 
 @called("pipeline_costs()")
@@ -96,6 +96,7 @@ def pipeline_costs(
     optimizer_bytes: float | None = None,
     link_bytes_per_second: float | None = None,
     kernels: str = "accelerator",
+    profile: bool = False,
 ) -> PipelineCosts:
     """Count the seconds and bytes of the stages that ``build`` makes, without running them on a device.
 
@@ -129,12 +130,16 @@ def pipeline_costs(
         link_bytes_per_second: between neighbouring stages, in one direction. Default: the device's, inside a node.
         kernels: ``"accelerator"``: dropout, RMS norm and attention save what their kernels on an accelerator save.
             ``"cpu"``: what a run on a CPU saves, to the byte.
+        profile: also run the stages on the device that is there, an accelerator or else the CPU. The seconds of each
+            block, and of what is around the blocks, are the least of four such rounds; bytes are still counted. The
+            whole model has to fit there. Default: False.
 
     Raises:
-        ArgumentError: an argument is wrong, or the stages do not run without values, or not on one another.
+        ArgumentError: an argument is wrong, or the stages do not run without values, or not on one another, or have
+            other blocks when they run.
     """
     machine = device_named(device) if not isinstance(device, Device) else device
-    check(_faults(efficiency, dtype, optimizer_bytes, link_bytes_per_second, kernels))
+    check(_faults(efficiency, dtype, optimizer_bytes, link_bytes_per_second, kernels, profile))
 
     def seconds_of(flops: int, moved_bytes: int, kind: str) -> float:
         kind = "tf32" if dtype == "tf32" and kind == "float32" else kind
@@ -143,12 +148,16 @@ def pipeline_costs(
     default = None if dtype is None else _DTYPES[dtype]
     how, layout = Counting(kernels, default, optimizer_bytes, partial(Ledger, seconds_of)), LAYOUT.get()
     chain = counted_chain(build, how if layout is None else _in_mesh(how, layout, machine, seconds_of))
+    if profile:
+        spent = profiled_chain(build, default, device_here())
+        chain = [with_seconds(*pair, f"stage {number}") for number, pair in enumerate(zip(chain, spent))]
     stages = tuple(_stage(*pair) for pair in enumerate(chain))
     if not any(stage.blocks for stage in stages):
         rule = "no stage has blocks: regions, or children of an nn.ModuleList or nn.Sequential that repeat"
         raise_fault(Fault(rule, f"{len(stages)} stages without any", "torchckpt.checkpoint(block, x)"))
     bandwidth = machine.link_bytes_per_second if link_bytes_per_second is None else link_bytes_per_second
-    return PipelineCosts(machine, efficiency, stages, tuple(chain), Link(bandwidth=bandwidth), optimizer_bytes)
+    here, link = device_here().type if profile else "", Link(bandwidth=bandwidth)
+    return PipelineCosts(machine, efficiency, stages, tuple(chain), link, optimizer_bytes, here)
 
 
 def _in_mesh(how: Counting, layout: Layout, device: Device, seconds_of: SecondsOf) -> Counting:
@@ -192,7 +201,7 @@ def _fixed(parts: Sequence[Part]) -> Block:
 
 
 def _faults(
-    efficiency: object, dtype: object, optimizer_bytes: object, bandwidth: object, kernels: object
+    efficiency: object, dtype: object, optimizer_bytes: object, bandwidth: object, kernels: object, profile: object
 ) -> list[Fault]:
     faults = []
     if not _is_number(efficiency) or not 0 < efficiency <= 1:
@@ -209,6 +218,9 @@ def _faults(
     if kernels not in KERNELS:
         rule, works = f"kernels is not {' or '.join(KERNELS)}", 'kernels="accelerator"'
         faults.append(Fault(rule, f"kernels={kernels!r}", works))
+    if profile and LAYOUT.get() is not None:
+        rule = "profile runs on one device, and the ranks of a fake_mesh are not there"
+        faults.append(Fault(rule, f"profile={profile!r}", "profile=False, or stages that are not parallelized"))
     return faults
 
 

@@ -2,19 +2,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from torchckpt.jobs.layer import Head, LayerWork, Seconds
+from torchckpt.jobs.layer import Head, LayerWork
 from torchckpt.jobs.layout import Layout
 from torchckpt.jobs.model import Model
 from torchckpt.jobs.order import schedule_of
 from torchckpt.jobs.rates import Machine
-from torchckpt.jobs.saved import Saved, saved_of
 from torchckpt.planning.order.schedule import Schedule, Visit
 from torchckpt.planning.step.simulated import Step
-from torchckpt.planning.work.block import Block, Link, Stage, fixed
+from torchckpt.planning.work.block import NOTHING, Block, Link, Stage, fixed
 from torchckpt.planning.work.choice import Choice, Choices
+from torchckpt.planning.work.collective import Collective
 
 __all__ = ["Job"]
 
@@ -45,7 +46,7 @@ class Job:
     def _balanced(self) -> list[int]:
         """Layers moved away from the last stage, to the latest of the others, until no stage has more FLOPs."""
         layers, others = self.model.layers, self.layout.pp - 1
-        layer, head = self._work[True].flops, self._head.product.flops
+        layer, head = self.work[True].flops, self._head.product.flops
 
         def most(last: int) -> float:
             return max(last * layer + head, math.ceil((layers - last) / others) * layer)
@@ -55,7 +56,7 @@ class Job:
         return [*(each + (stage >= others - more) for stage in range(others)), last]
 
     @cached_property
-    def _work(self) -> dict[bool, LayerWork]:
+    def work(self) -> dict[bool, LayerWork]:
         """The work of a layer, by whether it has an MLP in place of experts."""
         kinds = (True, False) if self.model.experts else (True,)
         return {dense: LayerWork(self.model, self.layout, self.machine, dense) for dense in kinds}
@@ -64,18 +65,13 @@ class Job:
     def _head(self) -> Head:
         return Head(self.model, self.layout, self.machine)
 
-    @cached_property
-    def saved(self) -> dict[bool, Saved]:
-        """What a layer saves, by whether it has an MLP in place of experts."""
-        return {dense: saved_of(self.model, self.layout, dense=dense) for dense in self._work}
-
     def held_parameters(self, layer: int) -> tuple[float, float]:
         """The parameters of a layer on one rank before data parallel splits them: experts apart."""
-        model, tp = self.model, self.layout.tp
-        if model.is_dense(layer):
-            return model.layer_parameters(layer) / tp, 0.0
-        experts = model.experts / self.layout.ep * model.mlp_parameters(model.expert_ffn) / tp
-        return model.layer_parameters(layer, 0) / tp, experts
+        model, tp, whole = self.model, self.layout.tp, self.model.whole_parameters(layer)
+        experts = 0.0
+        if not model.is_dense(layer):
+            experts = model.experts / self.layout.ep * model.mlp_parameters(model.expert_ffn) / tp
+        return (model.layer_parameters(layer, 0) - whole) / tp + whole, experts
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -84,7 +80,7 @@ class Job:
     def _stage(self, stage: int) -> Stage:
         dense = [self.model.is_dense(layer) for layer in self.layers[stage]]
         is_split, is_last = self.layout.head == "split", stage == len(self.layers) - 1
-        head = self._head.seconds if is_last or is_split else Seconds(0.0, 0.0, 0.0)
+        head = self._head.block(self.loss_bytes(stage) * self.holds_loss) if is_last or is_split else NOTHING
         once = self._head.embedding if stage == 0 else 0.0
         if self.layout.pp == 1:
             once += self._fsdp_ends
@@ -93,9 +89,9 @@ class Job:
         return Stage(
             tuple(self._blocks[each] for each in dense),
             fixed(once + self._sent(stage), once + self._sent(stage - 1)),
-            fixed(head.forward, head.input_grad, head.weight_grad, self.loss_bytes(stage) if self.holds_loss else 0.0),
+            head,
             message_bytes=0.0,
-            collective_seconds=sum(self._work[each].seconds.collectives for each in dense),
+            collective_seconds=sum(self.work[each].collective_seconds for each in dense),
         )
 
     def _sent(self, boundary: int) -> float:
@@ -107,7 +103,7 @@ class Job:
         ranks = [layout.placement[stage] * layout.gpus // layout.pp for stage in (boundary, boundary + 1)]
         nodes = [rank // self.machine.network.node_devices for rank in ranks]
         size = 2.0 * layout.tokens * self.model.hidden / layout.tp
-        return self.machine.message(size, across=nodes[0] != nodes[1])
+        return self.machine.network.seconds("permute", size, 2, 2 if nodes[0] == nodes[1] else 1)
 
     @property
     def holds_loss(self) -> bool:
@@ -123,43 +119,69 @@ class Job:
 
     @cached_property
     def _blocks(self) -> dict[bool, Block]:
-        return {dense: self._block_of(dense) for dense in self._work}
+        beside = self.layout.state == "fsdp2" and self.layout.pp == 1
+        return {dense: self._beside_weights(dense) if beside else work.block for dense, work in self.work.items()}
 
-    def _block_of(self, dense: bool) -> Block:
-        work, saved, recompute = self._work[dense].seconds, self.saved[dense], self.layout.recompute
-        forward, backward = work.forward, work.input_grad + (work.replay if recompute == "selective" else 0.0)
-        if self.layout.state == "fsdp2" and self.layout.pp == 1:
-            gathers, reduces = self._fsdp(sum(self.held_parameters(0 if dense else self.model.dense_layers)))
-            replay = work.replay * self.layout.recomputed_share if recompute == "full" else 0.0
-            beside = backward + work.weight_grad + replay
-            backward += self._beside(beside, reduces + gathers * self.layout.software.resharded) - beside
-            forward = self._beside(forward, gathers)
-        replay = work.replay if recompute in ("full", "planned") else forward
-        return Block(forward, backward, work.weight_grad, replay, saved.kept, saved.boundary)
+    def _beside_weights(self, dense: bool) -> Block:
+        """A layer whose weights FSDP2 gathers meanwhile, and whose gradients it reduces."""
+        block, layout = self.work[dense].block, self.layout
+        shared = self._shared_weights(sum(self.held_parameters(0 if dense else self.model.dense_layers)))
+        replay = block.recompute_seconds * layout.recomputed_share if layout.recompute == "full" else 0.0
+        backward = block.input_grad_seconds + block.weight_grad_seconds + replay
+        longer = self._beside(backward, self._told(shared, "backward")) - backward
+        forward = self._beside(block.forward_seconds, self._told(shared, "forward"))
+        return replace(block, forward_seconds=forward, input_grad_seconds=block.input_grad_seconds + longer)
 
     def _beside(self, compute: float, communication: float) -> float:
         """Seconds of both side by side."""
         return max(compute, communication) + self.machine.rates.unhidden * min(compute, communication)
 
-    def _fsdp(self, parameters: float) -> tuple[float, float]:
-        """Seconds to gather the weights of so many parameters, and to reduce and scatter their gradients."""
-        layout, machine = self.layout, self.machine
-        ranks, tp = layout.state_ranks, layout.tp
-        gathers = machine.collective("all_gather", 2 * parameters, ranks, tp)
-        reduces = machine.collective("reduce_scatter", layout.software.reduce_bytes * parameters, ranks, tp)
-        replicas = layout.dp * layout.cp // ranks
-        if replicas > 1:
-            size = layout.software.reduce_bytes * parameters / ranks
-            reduces += machine.collective("all_reduce", size, replicas, tp * ranks)
-        return gathers, reduces
+    def _shared_weights(self, parameters: float) -> tuple[Collective, ...]:
+        """How FSDP2 gathers the weights of so many parameters, and again in the backward if it has freed them, and
+        reduces their gradients. In a pipeline that happens once a step."""
+        layout, ranks = self.layout, self.layout.state_ranks
+        phases = ("forward", "backward") if layout.pp == 1 else ("step", "step")
+        gather = Collective("all_gather", round(2 * parameters), ranks, "dp", phases[0])
+        size = round(layout.software.reduce_bytes * parameters)
+        again = [gather._replace(phase=phases[1])] * (layout.pp == 1 and layout.software.resharded)
+        replicas = Collective("all_reduce", size // ranks, layout.dp * layout.cp // ranks, "replicas", phases[1])
+        return (gather, *again, Collective("reduce_scatter", size, ranks, "dp", phases[1]), replicas)
+
+    def _told(self, collectives: Iterable[Collective], phase: str) -> float:
+        """The seconds of those of a phase."""
+        chosen = (each for each in collectives if each.phase == phase)
+        return sum(self.machine.collective(each, self.layout.stride(each.dimension)) for each in chosen)
+
+    @cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Those of the last layer for one micro-batch; those of the phase ``step`` are of the whole rank, once."""
+        layer = self.model.layers - 1
+        shared = self._shared_weights(sum(self.held_parameters(layer))) if self.layout.state == "fsdp2" else ()
+        parts = (*self.work[self.model.is_dense(layer)].collectives, *shared, *self._gradients)
+        return tuple(each for each in parts if each.ranks > 1)
+
+    @cached_property
+    def _gradients(self) -> tuple[Collective, ...]:
+        """What data-parallel ranks do once a step without FSDP2. Gradients of ZeRO-1 are float32, its weights not."""
+        layout, ranks = self.layout, self.layout.dp * self.layout.cp
+        if layout.state == "fsdp2":
+            return ()
+        kinds = {"reduce_scatter": 4, "all_gather": 2} if layout.state == "zero1" else {"all_reduce": 2}
+        groups = ((ranks, "dp"), (max(1, ranks // layout.ep), "expert_dp"))
+        return tuple(
+            Collective(kind, round(size * wire), count, dimension, "step")
+            for size, (count, dimension) in zip(max(self.rank_parameters, key=sum), groups)
+            for kind, wire in kinds.items()
+            if size
+        )
 
     @cached_property
     def _fsdp_ends(self) -> float:
         """The gathers of embedding and head, which nothing hides."""
         if self.layout.state != "fsdp2":
             return 0.0
-        gathers, reduces = self._fsdp(self.model.embedding_parameters / self.layout.tp)
-        return (2 * gathers + reduces) / 2
+        shared = self._shared_weights(self.model.embedding_parameters / self.layout.tp)
+        return (self._told(shared, "forward") + self._told(shared, "backward")) / 2
 
     @cached_property
     def choices(self) -> Choices:
@@ -204,7 +226,8 @@ class Job:
         table = model.embedding_parameters / self.layout.tp
         if self.layout.head == "split":
             return 2 * table / count
-        head = table * (stage == count - 1 and not (model.tied and count == 1))
+        is_last = stage == count - 1
+        head = table * (is_last and not (model.tied and count == 1)) + model.norm_parameters * is_last
         return head + (table + model.positions * model.hidden) * (stage == 0)
 
     @cached_property
@@ -216,12 +239,10 @@ class Job:
         if layout.state == "fsdp2":
             if layout.pp > 1:  # gathered and reduced once a step
                 layers = max(len(layers) for layers in self.layers) * layout.chunks
-                seconds += sum(self._fsdp(sum(self.held_parameters(0)))) * layers * (1 + machine.rates.unhidden) / 2
+                shared = self._told(self._shared_weights(sum(self.held_parameters(0))), "step")
+                seconds += shared * layers * (1 + machine.rates.unhidden) / 2
             return seconds
-        kind, wire = ("all_gather", 6) if layout.state == "zero1" else ("all_reduce", 2)  # gradients are float32 there
-        ranks = layout.dp * layout.cp
-        reduced = machine.collective(kind, dense * wire, ranks, layout.tp)
-        reduced += machine.collective(kind, routed * wire, max(1, ranks // layout.ep), layout.tp * layout.ep)
+        reduced = self._told(self._gradients, "step")
         if layout.state == "zero1" and layout.software.overlaps_reduce:
             reduced = max(machine.rates.unhidden * reduced, reduced - 1.2 * self.stages[0].forward_seconds)
         return seconds + reduced

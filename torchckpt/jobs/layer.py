@@ -7,20 +7,11 @@ from functools import cached_property
 from torchckpt.jobs.layout import Layout
 from torchckpt.jobs.model import Model
 from torchckpt.jobs.rates import Machine, Product
+from torchckpt.jobs.saved import Saved, saved_of
+from torchckpt.planning.work.block import Block, fixed
+from torchckpt.planning.work.collective import Collective
 
-__all__ = ["Head", "LayerWork", "Seconds"]
-
-
-@dataclass(frozen=True)
-class Seconds:
-    """Of one block, and of its replay."""
-
-    forward: float
-    input_grad: float
-    weight_grad: float
-    replay: float = 0.0
-    collectives: float = 0.0
-    """Those of the forward and the backward, inside of the others."""
+__all__ = ["Head", "LayerWork"]
 
 
 @dataclass(frozen=True)
@@ -58,12 +49,6 @@ class LayerWork:
         return (*attention, *experts, *more, Product(tokens, model.experts, hidden))
 
     @cached_property
-    def width(self) -> float:
-        """The inner width of the MLP that a token meets, of all ranks."""
-        model = self.model
-        return model.ffn if self.dense else model.expert_ffn * (model.active + model.shared)
-
-    @cached_property
     def attention(self) -> tuple[float, float]:
         """Forward, backward. All kernels but ``unfused`` skip the masked half of the scores."""
         model, layout, machine = self.model, self.layout, self.machine
@@ -78,11 +63,7 @@ class LayerWork:
 
     def _beside_ring(self, forward: float, backward: float) -> tuple[float, float]:
         """Context parallel ranks pass keys and values around beside the attention."""
-        layout = self.layout
-        if layout.cp == 1:
-            return forward, backward
-        passed = layout.micro_batch * layout.sequence * 4.0 * self.model.kv_width / layout.tp
-        seconds = self.machine.collective("all_gather", passed, layout.cp, layout.tp)
+        seconds = self._seconds(self._ring)
         return max(forward, seconds), max(backward, 2 * seconds)
 
     @cached_property
@@ -95,7 +76,7 @@ class LayerWork:
         moved = whole * norms * model.hidden + layout.tokens * inner / layout.tp
         if not self.dense:
             moved += 8 * layout.tokens * model.active * model.hidden / layout.tp
-        return self.machine.stream(moved) + self.kernels * self.machine.kernel
+        return self.machine.stream(moved) + self.kernels * self.machine.rates.kernel_seconds
 
     @property
     def _moved_bytes(self) -> tuple[float, float]:
@@ -104,32 +85,66 @@ class LayerWork:
         Fused: a norm reads and writes 2 bytes, as the residual does, with what both read. In eager mode an RMS norm is
         six kernels, most of them in float32; a rotation is three.
         """
-        model, eager = self.model, self._software == "eager"
+        model, eager, width = self.model, self._software == "eager", self.model.width(self.dense)
         if not model.gated:
-            return (22 if self.layout.software.dropout else 24 if eager else 16), 4 * self.width
+            return (22 if self.layout.software.dropout else 24 if eager else 16), 4 * width
         rotated = model.query_width + model.kv_width
         if eager:
-            return 84, 10 * self.width + 20 * rotated
-        return (22 if self.layout.software.dropout else 16), 6 * self.width + 8 * rotated
+            return 84, 10 * width + 20 * rotated
+        return (22 if self.layout.software.dropout else 16), 6 * width + 8 * rotated
 
     @property
     def kernels(self) -> int:
         return 24 if self._software == "eager" else 12
 
     @cached_property
-    def collectives(self) -> float:
-        """Those of the forward; a backward has as many. With sequence parallel each all-reduce is an all-gather and a
+    def collectives(self) -> tuple[Collective, ...]:
+        """All of the layer, but those of FSDP2."""
+        ring = self._ring, self._ring._replace(phase="backward", count=2)
+        parts = (*self._forward, *self._backward, *self._again, *ring)
+        return tuple(each for each in parts if each.ranks > 1 and each.count)
+
+    @cached_property
+    def _forward(self) -> tuple[Collective, ...]:
+        """Those of the forward that a rank waits for. With sequence parallel each all-reduce is an all-gather and a
         reduce-scatter."""
-        layout, machine = self.layout, self.machine
-        size = 2.0 * layout.tokens * self.model.hidden
-        if layout.sequence_parallel:
-            seconds = 2 * sum(machine.collective(kind, size, layout.tp) for kind in ("all_gather", "reduce_scatter"))
-        else:
-            seconds = 2 * machine.collective("all_reduce", size, layout.tp)
-        seconds *= 0.35 if layout.software.async_tp else 1
-        if not self.dense and layout.ep > 1:
-            seconds += 2 * machine.collective("all_to_all", size * self.model.active / layout.tp, layout.ep, layout.tp)
-        return seconds
+        layout, size = self.layout, 2 * self.layout.tokens * self.model.hidden
+        experts = Collective(
+            "all_to_all", size * self.model.active // layout.tp, 1 if self.dense else layout.ep, "ep", "forward", 2
+        )
+        kinds = ("all_gather", "reduce_scatter") if layout.sequence_parallel else ("all_reduce",)
+        return (experts, *(Collective(kind, size, layout.tp, "tp", "forward", 2) for kind in kinds))
+
+    @cached_property
+    def _backward(self) -> tuple[Collective, ...]:
+        """As many, and the gradients of norms, of which each rank has a share of the tokens."""
+        layout, model = self.layout, self.model
+        sums = layout.state == "fsdp2" and layout.sequence_parallel and not layout.software.regathers
+        count = (2 if model.gated else 4) * sums
+        norms = Collective("all_reduce", 2 * model.hidden, layout.tp, "tp", "backward", count)
+        return (*(each._replace(phase="backward") for each in self._forward), norms)
+
+    @cached_property
+    def _again(self) -> tuple[Collective, ...]:
+        """Those of a replay: as the forward, but the last where it stops early. A selective one has none."""
+        if self.layout.recompute not in ("full", "planned"):
+            return ()
+        *others, last = (each._replace(phase="replay") for each in self._forward)
+        return (*others, last._replace(count=last.count - self.layout.software.stops_early))
+
+    @property
+    def _ring(self) -> Collective:
+        """The keys and values of a sequence."""
+        layout = self.layout
+        passed = layout.micro_batch * layout.sequence * 4 * self.model.kv_width // layout.tp
+        return Collective("all_gather", passed, layout.cp, "cp", "forward")
+
+    def _seconds(self, *collectives: Collective) -> float:
+        shares = {"tp": 0.35} if self.layout.software.async_tp else {}
+        return sum(
+            shares.get(each.dimension, 1.0) * self.machine.collective(each, self.layout.stride(each.dimension))
+            for each in collectives
+        )
 
     @cached_property
     def host(self) -> float:
@@ -139,27 +154,35 @@ class LayerWork:
         return self.machine.rates.host_seconds * (0.3 if self._software == "compiled" else 1) * kernels
 
     @cached_property
-    def seconds(self) -> Seconds:
+    def saved(self) -> Saved:
+        return saved_of(self.model, self.layout, dense=self.dense)
+
+    @property
+    def collective_seconds(self) -> float:
+        """Those of the forward and the backward that a rank waits for, inside of the block's."""
+        return self._seconds(*self._forward, *self._backward)
+
+    @cached_property
+    def block(self) -> Block:
+        """The layer as a block of its stage. What a selective recomputation makes again is part of the backward."""
         machine = self.machine
         forward = sum(map(machine.product, self.products))
         input_grad = sum(machine.product(product.input_grad) for product in self.products)
         weight_grad = sum(machine.product(product.weight_grad) for product in self.products)
         attended, attended_back = self.attention
-        whole = _beside_host(forward + attended + self.elementwise + self.collectives, self.host)
-        backward = input_grad + attended_back + 2 * self.elementwise + self.collectives + weight_grad
-        return Seconds(
-            whole,
-            _beside_host(backward, 1.5 * self.host) - weight_grad,
-            weight_grad,
-            self._replay(whole),
-            2 * self.collectives,
-        )
+        told, told_back = self._seconds(*self._forward), self._seconds(*self._backward)
+        whole = _beside_host(forward + attended + self.elementwise + told, self.host)
+        backward = input_grad + attended_back + 2 * self.elementwise + told_back + weight_grad
+        input_grad, again = _beside_host(backward, 1.5 * self.host) - weight_grad, self._replay(whole)
+        if self.layout.recompute in ("none", "selective"):
+            input_grad, again = input_grad + again, whole
+        return Block(whole, input_grad, weight_grad, again, self.saved.kept, self.saved.boundary)
 
     def _replay(self, forward: float) -> float:
         layout = self.layout
         if layout.recompute in ("full", "planned"):
             last = self.machine.product(self.products[3]) if layout.software.stops_early else 0.0
-            return forward - last
+            return forward - last - self._seconds(*self._forward) + self._seconds(*self._again)
         if layout.recompute == "none":
             return 0.0
         modules, products = layout.software.selective, self.products
@@ -168,7 +191,7 @@ class LayerWork:
         seconds = self.attention[0] if "core_attn" in modules else 0.0
         if "mlp" in modules:
             seconds += sum(map(self.machine.product, products[2:4])) + self.machine.stream(
-                6 * layout.tokens * self.width / layout.tp
+                6 * layout.tokens * self.model.width(self.dense) / layout.tp
             )
         return seconds
 
@@ -205,18 +228,19 @@ class Head:
     def product(self) -> Product:
         return Product(self.layout.tokens, self.model.vocab / self._ranks, self.model.hidden)
 
-    @cached_property
-    def seconds(self) -> Seconds:
-        """The loss is in float32. Stages that share a head get its input, and add up the gradients of it."""
+    def block(self, loss_bytes: float) -> Block:
+        """With the loss in float32, which holds so many bytes. Stages that share a head get its input, and add up the
+        gradients of it."""
         machine, logits = self.machine, self.layout.tokens * self.model.vocab / self._ranks
         other = machine.stream((8 if self.layout.software.kernels == "compiled" else 20) * logits)
         if self.layout.head == "split":
-            size, pp = 2.0 * self.layout.tokens * self.model.hidden, self.layout.pp
-            other += machine.collective("broadcast", size, pp, self.layout.gpus // pp)
+            size = 2 * self.layout.tokens * self.model.hidden
+            sent = Collective("broadcast", size, self.layout.pp, "pp", "forward")
+            other += machine.collective(sent, self.layout.stride("pp"))
         forward, input_grad, weight_grad = (
             machine.product(each) for each in (self.product, self.product.input_grad, self.product.weight_grad)
         )
-        return Seconds(forward + other, input_grad + other, weight_grad)
+        return fixed(forward + other, input_grad + other, weight_grad, loss_bytes)
 
     @cached_property
     def embedding(self) -> float:

@@ -45,6 +45,10 @@ class Software:
     overlaps_reduce: bool = True
     """The gradients of data-parallel ranks are reduced beside the backward."""
     async_tp: bool = False
+    regathers: bool = True
+    """With sequence parallel a rank keeps its share of what products read, gathers it again beside a product of the
+    backward, and sums gradients of norms once a step (Megatron). If not, it keeps what it gathered, and where FSDP
+    shares the state it sums them in each backward (DTensor of torch)."""
     offloads: bool = False
 
 
@@ -55,7 +59,7 @@ SOFTWARE = {
     "megatron": Software(),
     "torchtitan": Software(
         kernels="compiled", attention="flash2", selective=("products",), stops_early=True, parameter_bytes=4.0,
-        optimizer_bytes=8.0, reduce_bytes=4.0, loss_bytes=4.0,
+        optimizer_bytes=8.0, reduce_bytes=4.0, loss_bytes=4.0, regathers=False,
     ),
 }  # fmt: skip
 """Frameworks by name: Megatron-Core with ZeRO-1, torchtitan with FSDP2 and torch.compile."""
@@ -116,6 +120,13 @@ class Layout:
     def state_ranks(self) -> int:
         """The ranks that share the state."""
         return 1 if self.state == "none" else self.shards or self.dp * self.cp
+
+    def stride(self, dimension: str) -> int:
+        """How far apart the ranks of a dimension lie: of ``tp``, ``cp``, ``ep``, ``dp``, ``pp``; of ``replicas``, whose
+        groups share the state, and of ``expert_dp``, that hold the same experts."""
+        apart = {"tp": 1, "replicas": self.tp * self.state_ranks, "expert_dp": self.tp * self.ep,
+                 "pp": self.gpus // self.pp}  # fmt: skip
+        return apart.get(dimension, self.tp)
 
     @property
     def stages(self) -> int:

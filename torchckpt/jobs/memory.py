@@ -74,7 +74,7 @@ def _rank(job: Job, rank: int, peak: float) -> RankMemory:
 def _working(job: Job, layers: list[int]) -> float:
     if not layers:
         return 0.0
-    saved = max((job.saved[job.model.is_dense(layer)] for layer in layers), key=lambda saved: saved.whole)
+    saved = max((job.work[job.model.is_dense(layer)].saved for layer in layers), key=lambda saved: saved.whole)
     recompute = job.layout.recompute
     if recompute == "full" and job.layout.recomputed_share:
         return 0.0  # a step counts the replay of a block

@@ -70,6 +70,10 @@ class Model:
         """Whether a layer has an MLP in place of experts."""
         return not self.experts or layer < self.dense_layers
 
+    def width(self, dense: bool) -> int:
+        """The inner width of the MLP, or of the experts, that a token meets."""
+        return self.ffn if dense else self.expert_ffn * (self.active + self.shared)
+
     @cached_property
     def attention_parameters(self) -> int:
         """Of one layer, with its two norms."""
@@ -95,6 +99,16 @@ class Model:
             self.expert_ffn
         )
 
+    def whole_parameters(self, layer: int) -> int:
+        """Those of a layer that tensor parallel does not split: norms, biases of what its ranks sum, a router."""
+        count = 2 * (1 if self.gated else 2) + (1 + self.is_dense(layer) if self.has_biases else 0)
+        return count * self.hidden + (0 if self.is_dense(layer) else self.router_parameters)
+
+    @property
+    def norm_parameters(self) -> int:
+        """Of the norm before the head."""
+        return self.hidden * (1 if self.gated else 2)
+
     @property
     def embedding_parameters(self) -> int:
         return self.vocab * self.hidden
@@ -103,7 +117,7 @@ class Model:
     def parameters(self) -> int:
         layers = sum(self.layer_parameters(layer) for layer in range(self.layers))
         ends = self.embedding_parameters * (1 if self.tied else 2) + self.positions * self.hidden
-        return round(layers) + ends + self.hidden * (1 if self.gated else 2)
+        return round(layers) + ends + self.norm_parameters
 
     @property
     def active_parameters(self) -> int:

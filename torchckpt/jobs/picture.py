@@ -1,4 +1,4 @@
-"""Picture: the memory of each rank as layers under the line of its device."""
+"""Picture: the memory of each rank as layers under the line of its device, and below it the step."""
 from __future__ import annotations
 
 from torchckpt.jobs.plan import BUFFERS, MARGIN, JobPlan
@@ -11,11 +11,12 @@ _COLOURS = {
     "activations": "#c7511f", "working": "#e59b72", "buffers": "#8a8a8a",
 }  # fmt: skip
 _STYLE = STYLE + " ".join(f".{name}{{fill:{colour}}}" for name, colour in _COLOURS.items())
-_WIDTH, _LEFT, _RIGHT, _HEIGHT, _GB = 720.0, 60.0, 60.0, 300.0, 1e9
+_WIDTH, _LEFT, _RIGHT, _HEIGHT, _GB = 960.0, 84.0, 24.0, 300.0, 1e9
 
 
 def drawn(plan: JobPlan) -> str:
-    """An SVG: a bar for each rank of the pipeline, its parts from below, the device's memory and its margin."""
+    """An SVG: a bar for each rank of the pipeline, its parts from below, the device's memory and its margin; then who
+    does what when. Where the plan recomputes or sends away, the step that keeps everything stands above it."""
     ranks = [{**memory.parts, "buffers": BUFFERS} for memory in plan.memory]
     canvas, right = Canvas(_WIDTH), _WIDTH - _RIGHT
     speed = f"{plan.step_seconds:.4g} s a step, {plan.tokens_per_second:,.0f} tokens a second and GPU"
@@ -37,4 +38,6 @@ def drawn(plan: JobPlan) -> str:
         canvas.line(_LEFT, y, right, y, class_="budget")
         canvas.words(right, y + under, f"{words} {share * plan.device_bytes / _GB:.0f} GB", class_="end")
     height = canvas.legend(((name, name) for name in _COLOURS), _LEFT, axis.start + 44)
-    return canvas.text(height, plan.summary, _STYLE)
+    is_compared = plan.pipeline is not None and plan.recomputed_share + plan.away_share > 0
+    step = plan.pipeline if plan.pipeline is not None and is_compared else plan.step.timeline
+    return canvas.text(canvas.insert(step.draw(), height), plan.summary, _STYLE)

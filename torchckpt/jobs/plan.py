@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import fmean
 from typing import NoReturn
 
 from torchckpt.errors import BudgetInfeasible, called, check
@@ -16,7 +17,9 @@ from torchckpt.planning.draw.units import aligned, percent
 from torchckpt.planning.plan.pipeline import planned
 from torchckpt.planning.plan.problem import Problem, problem_of
 from torchckpt.planning.plan.result import PipelinePlan
+from torchckpt.planning.step.simulated import Step
 from torchckpt.planning.work.choice import Choice
+from torchckpt.planning.work.collective import HEADS
 from torchckpt.planning.work.host import Host
 
 __all__ = ["BUFFERS", "MARGIN", "JobPlan", "plan_job"]
@@ -42,11 +45,14 @@ class JobPlan:
         peaks = None if self.pipeline is None else self.pipeline.peak_bytes
         return memory_of(self.job, peaks)
 
+    @property
+    def step(self) -> Step:
+        """The step of the pipeline; where there is none, of one micro-batch."""
+        return self.job.step if self.pipeline is None else self.pipeline.step
+
     @cached_property
     def step_seconds(self) -> float:
-        if self.pipeline is None:
-            return self.job.step_seconds
-        return self.job.seconds_of(self.pipeline.step)
+        return self.job.seconds_of(self.step)
 
     @property
     def peak_bytes(self) -> float:
@@ -68,10 +74,7 @@ class JobPlan:
     @cached_property
     def bubble(self) -> float:
         """The share of the step in which the ranks of a pipeline compute nothing."""
-        step = self.job.step if self.pipeline is None else self.pipeline.step
-        run = step.run
-        busy = sum(end - start for pair in zip(run.starts, run.ends) for start, end in zip(*pair))
-        return max(0.0, 1 - busy / (len(run.starts) * run.step_seconds))
+        return max(0.0, fmean(self.step.timeline.idle_share))
 
     @cached_property
     def recomputed_share(self) -> float:
@@ -96,7 +99,8 @@ class JobPlan:
         return times * bound + self.job.once_seconds
 
     def __str__(self) -> str:
-        return "\n\n".join((self.head, aligned(list(self._rows())), self.summary))
+        tables = [list(self._rows()), [HEADS, *(each.cells for each in self.job.collectives)]]
+        return "\n\n".join((self.head, *(aligned(rows) for rows in tables if len(rows) > 1), self.summary))
 
     @property
     def head(self) -> str:
@@ -147,6 +151,8 @@ class JobPlan:
             "recomputed_share": self.recomputed_share,
             "away_share": self.away_share,
             "device_bytes": self.device_bytes,
+            "summary": self.summary,
+            "collectives": [each._asdict() for each in self.job.collectives],
             "memory": [{**rank.parts, "buffers": BUFFERS} for rank in self.memory],
         }
 
@@ -181,46 +187,33 @@ def plan_job(job: Job, device_bytes: float | None = None, host: Host | None = No
 
 def fitting(job: Job, device_bytes: float, host: Host | None = None) -> JobPlan | None:
     """The plan; None if it does not fit."""
-    if not _is_planned(job):
+    if job.layout.recompute != "planned":
         return JobPlan(job, device_bytes) if fits(job, device_bytes) else None
-    if min(_rooms(job, device_bytes)) <= 0:
+    if min(rooms(job, device_bytes)) <= 0:
         return None
     try:
         return JobPlan(job, device_bytes, planned(_problem(job, device_bytes, host)))
-    except BudgetInfeasible:
+    except BudgetInfeasible:  # a host may hold what no device does
         return None
 
 
 def fits(job: Job, device_bytes: float) -> bool:
     """Whether each rank of the job fits, if need be with everything recomputed where that is planned."""
-    if _is_planned(job):
-        return min(_rooms(job, device_bytes)) > 0 and not _problem(job, device_bytes).too_small
-    usable = device_bytes * (1 - MARGIN)
-    if job.layout.pp > 1 and _least_total(job) > usable:
+    if min(rooms(job, device_bytes)) <= 0:
         return False
-    return max(rank.total for rank in memory_of(job)) + BUFFERS <= usable
+    if job.layout.recompute == "planned":
+        return not _problem(job, device_bytes).too_small
+    return JobPlan(job, device_bytes).peak_bytes <= device_bytes * (1 - MARGIN)
 
 
-def _is_planned(job: Job) -> bool:
-    return job.layout.recompute == "planned"
-
-
-def _least_total(job: Job) -> float:
-    """What the fullest rank holds in a step of few micro-batches: no more than in the whole step, and soon known."""
-    layout = job.layout
-    few = min(layout.micro_batches, 3 * layout.pp)
-    small = replace(job, layout=replace(layout, global_batch=few * layout.dp * layout.micro_batch))
-    return max(rank.total for rank in memory_of(small)) + BUFFERS
-
-
-def _rooms(job: Job, device_bytes: float) -> list[float]:
+def rooms(job: Job, device_bytes: float) -> list[float]:
     """The bytes of each rank that are left for activations."""
     return [device_bytes * (1 - MARGIN) - BUFFERS - rank.total for rank in memory_of(job, [0.0] * job.layout.pp)]
 
 
 def _problem(job: Job, device_bytes: float, host: Host | None = None) -> Problem:
-    rooms = [max(1.0, room) for room in _rooms(job, device_bytes)]
-    return problem_of(job.schedule, job.stages, rooms, 0.0, host)
+    budgets = [max(1.0, room) for room in rooms(job, device_bytes)]
+    return problem_of(job.schedule, job.stages, budgets, 0.0, host)
 
 
 def _refuse(job: Job, device_bytes: float) -> NoReturn:

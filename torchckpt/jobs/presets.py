@@ -13,29 +13,16 @@ from torchckpt.jobs.model import Model
 
 __all__ = ["MODELS", "model_named"]
 
-MODELS = {
-    sizes["name"]: Model(**sizes)
-    for sizes in json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
-}
+
+def _data(name: str) -> Any:
+    return json.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
+MODELS = {sizes["name"]: Model(**sizes) for sizes in _data("models.json")}
 """Public models, by name."""
 
-_KEYS = {
-    "layers": ("num_hidden_layers", "n_layer"),
-    "hidden": ("hidden_size", "n_embd"),
-    "heads": ("num_attention_heads", "n_head"),
-    "ffn": ("intermediate_size", "n_inner"),
-    "vocab": ("vocab_size",),
-    "kv_heads": ("num_key_value_heads",),
-    "head_dim": ("head_dim",),
-    "tied": ("tie_word_embeddings",),
-    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
-    "active": ("num_experts_per_tok",),
-    "shared": ("n_shared_experts",),
-    "expert_ffn": ("moe_intermediate_size",),
-    "dense_layers": ("first_k_dense_replace",),
-}
-"""The keys of transformers for fields of a Model."""
-_UNGATED = ("gpt2", "gpt_neox", "opt", "bloom", "mpt", "falcon", "phi", "starcoder2")
+_TRANSFORMERS = _data("transformers.json")
+"""The keys of transformers for fields of a Model, and the types of models whose MLP multiplies nothing."""
 
 
 @called("model_named()")
@@ -82,7 +69,7 @@ def _read(path: Path) -> Model:
 
 def _of_transformers(sizes: Mapping[str, Any]) -> dict[str, Any]:
     chosen: dict[str, Any] = {}
-    for name, keys in _KEYS.items():
+    for name, keys in _TRANSFORMERS["keys"].items():
         values = [sizes[key] for key in keys if sizes.get(key) is not None]
         if values:
             chosen[name] = values[0]
@@ -90,7 +77,7 @@ def _of_transformers(sizes: Mapping[str, Any]) -> dict[str, Any]:
         chosen.setdefault("ffn", 4 * chosen["hidden"])
     if chosen.get("experts"):
         chosen.setdefault("expert_ffn", chosen["ffn"])
-    chosen["gated"] = sizes["model_type"] not in _UNGATED
+    chosen["gated"] = sizes["model_type"] not in _TRANSFORMERS["ungated"]
     if sizes["model_type"] == "gpt2":
         chosen |= {"positions": sizes.get("n_positions", 1024), "tied": sizes.get("tie_word_embeddings", True)}
     return chosen

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torchckpt.errors import Fault, called, raise_fault
 from torchckpt.planning.device import DEVICES, Device, Network, device_named
+from torchckpt.planning.work.collective import Collective
 
 __all__ = ["MACHINES", "RATES", "Machine", "Product", "Rates", "machine_named"]
 
@@ -24,13 +25,13 @@ class Rates:
     """Multiprocessors, which share the tiles of a product."""
     inner: float = 228.0
     """The inner dimension at which a product reaches half of its rate."""
-    memory: float = 0.742
+    memory: float = 0.744
     """Memory-bound kernels, of the memory's bandwidth."""
     kernel_seconds: float = 3e-6
     """What a kernel loses on the device at its start and end. Not fitted."""
     host_seconds: float = 29.8e-6
     """What the host needs for one kernel of eager mode."""
-    unhidden: float = 0.293
+    unhidden: float = 0.292
     """The share of an overlapped collective that is paid all the same: it takes multiprocessors and bandwidth."""
 
 
@@ -43,9 +44,9 @@ _HALF_LENGTH = 512
 
 RATES = {
     "a100": Rates(0.766, _AMPERE, 108),
-    "h100": Rates(0.602, _HOPPER, 132),
-    "h200": Rates(0.602, _HOPPER, 132),
-    "b200": Rates(0.602, _HOPPER, 148),
+    "h100": Rates(0.601, _HOPPER, 132),
+    "h200": Rates(0.601, _HOPPER, 132),
+    "b200": Rates(0.601, _HOPPER, 148),
     "mi300x": Rates(0.4, _HOPPER, 304),
 }
 """By name of a device. The shares of products, memory, host and overlap are those of ``benchmarks/published/fit.py``,
@@ -109,7 +110,8 @@ class Machine:
             for rate, down, across in tiles
         )
         reached = self.peak * self.rates.product * whole * inner / (inner + self.rates.inner)
-        return max(work.flops / (reached * (_FP8 if self.fp8 else 1)), self.stream(work.moved)) + self.kernel
+        seconds = max(work.flops / (reached * (_FP8 if self.fp8 else 1)), self.stream(work.moved))
+        return seconds + self.rates.kernel_seconds
 
     @property
     def network(self) -> Network:
@@ -122,10 +124,6 @@ class Machine:
     def peak(self) -> float:
         return self.device.peak_flops["bfloat16"]
 
-    @property
-    def kernel(self) -> float:
-        return self.rates.kernel_seconds
-
     def stream(self, moved_bytes: float) -> float:
         """Seconds of a memory-bound operation."""
         return moved_bytes / (self.device.bytes_per_second * self.rates.memory)
@@ -137,15 +135,10 @@ class Machine:
         reached = self.peak * sequence / (sequence + _HALF_LENGTH)
         return flops / (reached * forward), 2.5 * flops / (reached * backward)
 
-    def collective(self, kind: str, size: float, ranks: int, stride: int = 1) -> float:
-        """Seconds of a collective of ``size`` bytes, the larger of input and output, over ranks that lie ``stride``
-        apart."""
-        on_node = min(ranks, max(1, self.network.node_devices // stride))
-        return self.network.seconds(kind, size, ranks, on_node)
-
-    def message(self, size: float, *, across: bool = False) -> float:
-        """Seconds of a message between two ranks, in one node or ``across`` two."""
-        return self.network.seconds("permute", size, 2, 1 if across else 2)
+    def collective(self, each: Collective, stride: int = 1) -> float:
+        """Seconds of a collective, as often as it occurs, over ranks that lie ``stride`` apart."""
+        on_node = min(each.ranks, max(1, self.network.node_devices // stride))
+        return each.count * self.network.seconds(each.kind, each.bytes, each.ranks, on_node)
 
 
 MACHINES = {name: Machine(DEVICES[name], rates) for name, rates in RATES.items()}

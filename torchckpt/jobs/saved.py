@@ -25,15 +25,15 @@ def saved_of(model: Model, layout: Layout, *, dense: bool = True) -> Saved:
     software, tp, hidden = layout.software, layout.tp, model.hidden
     eager, flash = software.kernels == "eager", software.attention != "unfused"
     split = 1 / tp if layout.sequence_parallel else 1.0
-    width = model.ffn if dense else model.expert_ffn * (model.active + model.shared)
-    query, keys = model.query_width, model.kv_width
+    gathered = 0.0 if software.regathers else 4 * (1 - split)  # what the products after both norms read
+    query, keys, width = model.query_width, model.kv_width, model.width(dense)
     norms = (16 if eager else 8) + (0 if not software.dropout else 1 if flash else 2)
     first = (4 if model.gated else 2) * width
     second = (4 if model.gated and eager else 2) * width
     routed = 0 if dense else 2 * model.active * hidden
     scores = 4 * model.heads if flash else 5 * model.heads * layout.sequence
     inside = 2 * (query + 2 * keys) + 2 * query + first + second + routed + scores
-    whole = layout.tokens * (hidden * norms * split + inside / tp)
+    whole = layout.tokens * (hidden * (norms * split + gathered) + inside / tp)
     boundary = layout.tokens * 2 * hidden * split
     if layout.recompute != "selective":
         return Saved(whole, whole, boundary)

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field, replace
 from torchckpt.errors import ArgumentError, called
 from torchckpt.jobs.job import Job
 from torchckpt.jobs.layout import SOFTWARE, Layout
-from torchckpt.jobs.memory import memory_of
 from torchckpt.jobs.model import Model
-from torchckpt.jobs.plan import BUFFERS, MARGIN, JobPlan, fitting
+from torchckpt.jobs.plan import JobPlan, fitting, rooms
 from torchckpt.jobs.rates import Machine
 from torchckpt.planning.draw.units import aligned, percent
 from torchckpt.planning.work.host import Host
@@ -135,8 +134,7 @@ def _bounded(
             result.reasons[faults[0].wrong] += 1
             continue
         job = Job(model, layout, machine)
-        ranks = memory_of(job, [0.0] * layout.pp)
-        if max(rank.total for rank in ranks) + BUFFERS > memory * (1 - MARGIN):
+        if min(rooms(job, memory)) < 0:
             result.reasons["the state does not fit"] += 1
             continue
         heapq.heappush(waiting, (_least_seconds(job), result.layouts, job))

@@ -1,8 +1,11 @@
 """Device: the peak FLOPs and bytes per second of an accelerator, from its data sheet."""
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from torchckpt.errors import Fault, called, raise_fault
 
@@ -38,7 +41,8 @@ class Network:
         348.9
 
         Args:
-            kind, size, ranks: as in ``torchckpt.costs.Collective``; ``on_node`` are the ranks of the group in one node.
+            kind, size, ranks: as in :class:`~torchckpt.planning.work.collective.Collective`.
+            on_node: the ranks of the group in one node.
         """
         if ranks == 1:
             return 0.0
@@ -84,59 +88,13 @@ class Device:
         return max(flops / (peak * efficiency), moved_bytes / self.bytes_per_second)
 
 
-def _peaks(half: float, tf32: float, single: float, double: float) -> dict[str, float]:
-    """Peak FLOPs per second from peaks in TFLOPS. All but float32 are those of the matrix units."""
-    named = {"bfloat16": half, "float16": half, "tf32": tf32, "float32": single, "float64": double}
-    return {dtype: value * 1e12 for dtype, value in named.items()}
+def _read(row: dict[str, Any]) -> Device:
+    network = Network(**row.pop("network")) if row["network"] else None
+    return Device(**row, network=network)
 
 
-_NCCL = "latencies: NCCL, src/graph/tuning.cc (ring, Simple); bandwidth inside: its src/graph/topo.h"
-
-
-def _nvidia(nvlink: float, links: int, outer: float, system: str) -> Network:
-    """A node of eight by what NCCL takes a link of NVLink for, and a network by its data sheet, in GB/s."""
-    source = f"{_NCCL}, {nvlink:g} GB/s of each of {links} links; between nodes: data sheet of {system}"
-    return Network(8, nvlink * links * 1e9, outer * 1e9, 3.4e-6, 14e-6, 8.4e-6, source)
-
-
-_INFINITY = Network(
-    8, 7 * 48e9, 50e9, 3.6e-6, 15.1e-6, 17e-6,
-    "latencies: RCCL, src/graph/tuning.cc (tuning_model_0, ring, Simple); inside: AMD, Understanding RCCL Bandwidth "
-    "and xGMI Performance on AMD Instinct MI300X (48 GB/s of each of 7 links); between nodes: 400 Gb/s a device",
-)  # fmt: skip
-DEVICES = {
-    device.name: device
-    for device in (
-        Device(
-            "a100", _peaks(312, 156, 19.5, 19.5), 2.039e12, 300e9, 80e9,
-            "NVIDIA A100 Tensor Core GPU, data sheet (A100 80GB SXM; NVLink 600 GB/s of both directions)",
-            _nvidia(20, 12, 25, "DGX A100"),
-        ),
-        Device(
-            "h100", _peaks(989.4, 494.7, 66.9, 66.9), 3.35e12, 450e9, 80e9,
-            "NVIDIA H100 Tensor Core GPU, data sheet and architecture white paper (H100 SXM5, without sparsity; NVLink "
-            "900 GB/s of both directions)",
-            _nvidia(20.6, 18, 50, "DGX H100"),
-        ),
-        Device(
-            "h200", _peaks(989.4, 494.7, 66.9, 66.9), 4.8e12, 450e9, 141e9,
-            "NVIDIA H200 Tensor Core GPU, data sheet (H200 SXM, without sparsity; NVLink 900 GB/s of both directions)",
-            _nvidia(20.6, 18, 50, "DGX H200"),
-        ),
-        Device(
-            "b200", _peaks(2250, 1100, 80, 40), 8e12, 900e9, 180e9,
-            "NVIDIA Blackwell Architecture Technical Brief and DGX B200 data sheet (HGX B200 at 1000 W, without "
-            "sparsity; NVLink 1.8 TB/s of both directions; 1,440 GB of eight)",
-            _nvidia(40.1, 18, 50, "DGX B200"),
-        ),
-        Device(
-            "mi300x", _peaks(1307.4, 653.7, 163.4, 163.4), 5.3e12, 64e9, 192e9,
-            "AMD Instinct MI300X Accelerator, data sheet (without sparsity; one Infinity Fabric link to each "
-            "neighbour, 128 GB/s of both directions)",
-            _INFINITY,
-        ),
-    )
-}  # fmt: skip
+_ROWS: list[dict[str, Any]] = json.loads(Path(__file__).with_name("devices.json").read_text(encoding="utf-8"))
+DEVICES = {device.name: device for device in map(_read, _ROWS)}
 """The known devices, by name."""
 
 

@@ -124,7 +124,7 @@ function show({ answer, request, seconds }) {
   const numbers = JSON.parse(answer.json);
   const best = request.search ? numbers.best[0] : numbers;
   $("progress").textContent = `Done in ${seconds.toFixed(1)} seconds.`;
-  $("summary").textContent = answer.text ? answer.text.split("\n").find((line) => line.startsWith("step ")) : "The best layouts";
+  $("summary").textContent = best ? best.summary : "No layout yet.";
   $("tables").replaceChildren(...(request.search ? [found(numbers)] : []), ...(best ? [memoryOf(best)] : []));
   $("picture").innerHTML = answer.svg;
   $("command").textContent = `python -m torchckpt plan ${request.arguments.join(" ")}`;

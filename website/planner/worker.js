@@ -1,6 +1,6 @@
 // Runs the command `python -m torchckpt plan` with the package's own wheel, so that the page and the command cannot differ.
 const PROGRAM = `
-import io, sys
+import io, json
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from torchckpt.__main__ import main
@@ -20,18 +20,16 @@ def run(arguments):
             code = error.code
     return code, out.getvalue(), err.getvalue().strip().splitlines()[-1:]
 
-def answer(arguments, has_text):
+def answer(arguments):
     picture = Path("plan.svg")
     picture.unlink(missing_ok=True)
     code, numbers, wrong = run([*arguments, "--json", "--svg", str(picture)])
     if code:
         return {"error": wrong[0] if wrong else f"exit code {code}"}
-    text = run(arguments)[1] if has_text else ""
-    return {"json": numbers, "text": text, "svg": picture.read_text() if picture.exists() else ""}
+    return {"json": numbers, "svg": picture.read_text() if picture.exists() else ""}
 
-def answered(arguments, has_text):
-    import json
-    return json.dumps(answer(arguments, has_text))
+def answered(arguments):
+    return json.dumps(answer(arguments))
 `;
 
 const say = (text) => postMessage({ progress: text });
@@ -57,7 +55,7 @@ onmessage = async ({ data }) => {
   const answered = await starting;
   const begin = performance.now();
   try {
-    const answer = JSON.parse(answered(data.arguments, !data.search));
+    const answer = JSON.parse(answered(data.arguments));
     postMessage({ answer, request: data, seconds: (performance.now() - begin) / 1000 });
   } catch (error) {
     postMessage({ answer: { error: String(error).trim().split("\n").pop() }, request: data });

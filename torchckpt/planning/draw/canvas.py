@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape, quoteattr
@@ -103,6 +104,12 @@ class Canvas:
             self.words(x + 18, y, name)
             x += width
         return y + 16
+
+    def insert(self, picture: str, y: float) -> float:
+        """Put another canvas's ``picture`` below ``y``. Returns where it ends."""
+        self._parts.append(picture.replace("<svg", f'<svg y="{_short(y)}"', 1).rstrip())
+        height = re.search(r' height="([\d.]+)"', picture)
+        return y + (float(height[1]) if height else 0.0)
 
     def text(self, height: float, title: str, style: str) -> str:
         """The SVG document, ``height`` high, on a white background. ``title`` is read by screen readers."""

@@ -3,6 +3,7 @@
     choice            the states of a block, and the policies
     host, move        host memory and the link to it; when a block leaves, and when it comes back
     block             seconds and bytes of blocks, stages and links; as users give them, checked
+    collective        one communication between ranks
     partition         layers cut into stages
 """
 __all__: list[str] = []

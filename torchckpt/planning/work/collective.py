@@ -1,9 +1,12 @@
-"""Collective: one communication between ranks, as the costs of a parallel model count it."""
+"""Collective: one communication between ranks, counted of a model's own code or of a description."""
 from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Collective"]
+__all__ = ["HEADS", "Collective"]
+
+HEADS = ("a block", "collective", "over", "bytes", "times")
+"""Those of a table of collectives."""
 
 
 class Collective(NamedTuple):
@@ -26,3 +29,8 @@ class Collective(NamedTuple):
     """``forward``, ``backward``, ``replay`` or ``step``."""
     count: int = 1  # type: ignore[assignment]  # a tuple counts
     """How often it occurs in the phase, of one micro-batch."""
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Its row in a table."""
+        return self.phase, self.kind, f"{self.dimension} ({self.ranks})", f"{self.bytes / 1e6:.4g} MB", f"{self.count}"

@@ -1,0 +1,76 @@
+"""A description of a model costs what the model's own code costs, parallelized over ranks that are not there."""
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from examples import plan_llama, plan_parallel
+from torchckpt.costs import fake_mesh, pipeline_costs
+from torchckpt.jobs import MACHINES, Job, Layout, Software, memory_of, model_named
+from torchckpt.jobs.layer import LayerWork
+from torchckpt.jobs.saved import saved_of
+
+SIZE = plan_llama.Size(4, 64, 8, 4, 224, 256, 32, rows=2, stages=1)
+TOKENS = SIZE.rows * SIZE.tokens
+SIZES = {"layers": 4, "hidden": 64, "heads": 8, "kv_heads": 4, "ffn": 224, "vocab": 256}
+BF16 = Software(parameter_bytes=2.0, gradient_bytes=2.0, stops_early=True, regathers=False)
+GENERATOR = 24
+"""Attention saves the state of the generator, of which a description knows nothing."""
+
+
+class SwiGLU(torch.autograd.Function):
+    """As fused kernels do, it saves its inputs alone."""
+
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        gate, up = ctx.saved_tensors
+        share = gate.sigmoid()
+        return gradient * up * share * (1 + gate * (1 - share)), gradient * F.silu(gate)
+
+
+@pytest.fixture(params=[(2, 2), (1, 4), (4, 1)], ids=lambda sizes: "dp {} x tp {}".format(*sizes))
+def both(request, monkeypatch, tmp_path):
+    """What is counted of a rank's own code, and the job of a file."""
+    dp, tp = request.param
+    monkeypatch.setattr(
+        plan_llama.FeedForward, "forward", lambda self, x: self.down(SwiGLU.apply(self.gate(x), self.up(x)))
+    )
+    with fake_mesh(dp=dp, tp=tp) as mesh:
+        counted = pipeline_costs(lambda: plan_parallel.made(SIZE, mesh), "h100", dtype="bf16").counted[0]
+    (tmp_path / "tiny.json").write_text(json.dumps(SIZES))
+    layout = Layout(
+        gpus=dp * tp, tp=tp, dp=dp, micro_batch=SIZE.rows, global_batch=4 * SIZE.rows * dp, sequence=SIZE.tokens,
+        recompute="full", state="fsdp2", software=BF16,
+    )  # fmt: skip
+    return counted, Job(model_named(str(tmp_path / "tiny.json")), layout, MACHINES["h100"])
+
+
+def test_both_ways_give_the_same_costs(both):
+    counted, job = both
+    block, tp = counted.blocks[1], job.layout.tp
+    assert sorted(block.collectives) == sorted(job.collectives)
+    masked = 2 * TOKENS * SIZE.tokens * SIZE.width / tp  # torch's counter has the masked half of the scores as well
+    assert block.forward_flops == LayerWork(job.model, job.layout, job.machine).flops + masked
+    scales = 2 * 4 * TOKENS / tp  # that of each norm and token, which descriptions leave out
+    assert block.work.saved_bytes == job.work[True].saved.whole + scales + GENERATOR
+    assert block.work.boundary_bytes == job.work[True].saved.boundary
+    (memory,) = memory_of(job)
+    angles = 2 * 2 * SIZE.tokens * SIZE.head  # of rotations: two buffers
+    assert sum(part.work.static_bytes for part in counted.parts) == memory.static + angles
+    assert [counted.parameters] == [sum(held) / job.layout.dp for held in job.rank_parameters]
+
+
+def test_megatron_keeps_shares_and_gathers_them_again():
+    model, layout = model_named("llama3-8b"), Layout(gpus=8, tp=8)
+    shares, wholes = (saved_of(model, replace(layout, software=software)).whole for software in (Software(), BF16))
+    assert wholes - shares == 2 * layout.tokens * 2 * model.hidden * 7 / 8

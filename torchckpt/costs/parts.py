@@ -1,0 +1,162 @@
+"""Parts: the blocks of a stage, and what is before and after them, as they run.
+
+A block is an outermost region (``checkpoint``, ``checkpoint_module``, ``Checkpointing``). In a model without regions,
+blocks are children of ``nn.Sequential``, ``nn.ModuleList`` and ``nn.ModuleDict`` whose class occurs more than once
+among such children of all stages. A child that is a container, too, is a block only if its own children have different
+classes, such as a convolution, a norm and an activation. Otherwise its children may be blocks. Blocks do not nest.
+"""
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from torchckpt.costs.operation import AFTER, BEFORE
+from torchckpt.regions.core.frame import Frame
+from torchckpt.regions.core.options import Options
+from torchckpt.regions.core.scope import Scope
+from torchckpt.regions.private import newest_node, number_of
+from torchckpt.tensors import tensors_in
+from torchckpt.typing import Function
+
+__all__ = ["Parts", "RegionSeen", "repeated_children"]
+
+
+class Parts:
+    """Follows the forward of a stage, part by part. What follows it extends the methods."""
+
+    def __init__(self) -> None:
+        self.blocks = 0
+        """The number of blocks that have begun."""
+        self.inputs: list[Tensor] = []
+        """Inputs of blocks that need a gradient."""
+        self._starts: list[tuple[int, int]] = [(-1, BEFORE)]  # the number of a node, and the part from there on
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The next block begins."""
+        tensors = tensors_in((args, kwargs))
+        self.inputs += [tensor for tensor in tensors if tensor.requires_grad and not isinstance(tensor, nn.Parameter)]
+        self.begins(self.blocks)
+        self.blocks += 1
+
+    def leave(self) -> None:
+        """The current block ends."""
+        self.begins(AFTER)
+
+    def begins(self, part: int) -> None:
+        """A part begins."""
+        self._starts.append((newest_node() + 1, part))
+
+    def run(self, function: Function, *args: Any, **kwargs: Any) -> Any:
+        """Call a block that was entered."""
+        return function(*args, **kwargs)
+
+    def follow(self, nodes: Iterable[Node]) -> None:
+        """Have each node of the backward tell, before it runs, which part made it."""
+        for node in nodes:
+            place = bisect_right(self._starts, number_of(node), key=lambda start: start[0]) - 1
+            node.register_prehook(partial(self._reached, self._starts[place][1]))
+
+    def _reached(self, part: int, _: object) -> None:
+        self.reaches(part)
+
+    def reaches(self, part: int) -> None:
+        """The backward comes to a part."""
+
+    def watched(self, children: Sequence[nn.Module] | None) -> AbstractContextManager[None]:
+        """A context around the forward.
+
+        Args:
+            children: the modules whose calls are blocks; None where regions are.
+        """
+        return _watched(self.enter, self.leave, self.run, children)
+
+
+_Enter: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], None]
+_Run: TypeAlias = Callable[..., Any]
+"""Calls its first argument, a block, with the others."""
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+class RegionSeen(Exception):
+    """Raised at the first region where blocks are children: the blocks of all stages are regions then."""
+
+
+class _Regions(Scope):
+    """The scope of all regions of a stage. It tells when outermost ones start and end, and each keeps what it saves."""
+
+    def __init__(self, enter: _Enter, leave: Callable[[], None], run: _Run) -> None:
+        super().__init__(keep=True)
+        self._enter, self._leave, self._run = enter, leave, run
+        self._depth = 0
+
+    def run(
+        self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+    ) -> tuple[Any, Frame | None]:
+        if self._depth:
+            return super().run(function, args, kwargs, options)
+        self._enter(args, kwargs)
+        self._depth += 1
+        outputs = super().run(partial(self._run, function), args, kwargs, options)
+        self._depth -= 1
+        self._leave()
+        return outputs
+
+
+def _seen(*_: Any) -> None:
+    raise RegionSeen
+
+
+@contextmanager
+def _watched(
+    enter: _Enter, leave: Callable[[], None], run: _Run, children: Sequence[nn.Module] | None
+) -> Iterator[None]:
+    """Inside this context, ``enter`` and ``leave`` are called around each block, and ``run`` in its place: each
+    outermost region, or each call of ``children``."""
+    with ExitStack() as stack:
+        stack.enter_context(_Regions(enter if children is None else _seen, leave, run).entered())
+        for child in children or ():
+            entering = child.register_forward_pre_hook(
+                lambda _, args, kwargs: enter(args, kwargs), with_kwargs=True, prepend=True
+            )
+            leaving = child.register_forward_hook(lambda *_: leave())
+            stack.callback(entering.remove)
+            stack.callback(leaving.remove)
+            if "forward" not in vars(child):
+                child.forward = partial(run, child.forward)
+                stack.callback(vars(child).pop, "forward")
+        yield
+
+
+def repeated_children(stages: Sequence[nn.Module]) -> list[nn.Module]:
+    """The children of containers whose class occurs more than once among such children."""
+    repeated: list[nn.Module] = []
+    level: list[nn.Module] = list(stages)
+    while level:
+        children = [child for module in level for child in _in_containers(module)]
+        counts = Counter(map(type, children))
+        repeated += [child for child in children if counts[type(child)] > 1]
+        level = [child for child in children if counts[type(child)] == 1]
+    return list(dict.fromkeys(repeated))
+
+
+def _in_containers(module: nn.Module) -> Iterator[nn.Module]:
+    """The children of the outermost containers in ``module``, which may be one itself. A uniform container among these
+    children is replaced by its own."""
+    for child in module.children():
+        if not isinstance(module, _CONTAINERS) or _is_uniform(child):
+            yield from _in_containers(child)
+        else:
+            yield child
+
+
+def _is_uniform(module: nn.Module) -> bool:
+    kinds = list(map(type, module.children()))
+    return isinstance(module, _CONTAINERS) and len(set(kinds)) < len(kinds)
