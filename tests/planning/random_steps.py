@@ -3,9 +3,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from random import Random
 
 from torchckpt.planning.order.schedule import Action, Kind, Schedule
+from torchckpt.planning.step.boundary import levels_of_places
 from torchckpt.planning.step.simulated import Step
 from torchckpt.planning.work.block import Block, Link, Stage, fixed
 from torchckpt.planning.work.choice import Choice
@@ -132,3 +134,9 @@ def _boundaries(stages, action):
 
 def _part(random):
     return fixed(*(random.choice([0.0, random.random()]) for _ in range(3)), random.randint(0, 20))
+
+def boundary_levels(step: Step, rank: int) -> dict[tuple[int, int], tuple[float, float]]:
+    """The most bytes of ``rank``, which has moves, from each boundary to the next, and the bytes there at its end."""
+    places, levels = step.places[rank], levels_of_places(step.places[rank], step.stages)
+    pairs = zip(chain.from_iterable(places), chain.from_iterable(levels))
+    return {tuple(place.boundary): (level.highest, level.left) for place, level in pairs}

@@ -7,7 +7,7 @@ from itertools import chain
 import pytest
 
 from tests.planning.plan.recount_moves import recount
-from tests.planning.random_steps import random_moves
+from tests.planning.random_steps import boundary_levels, random_moves
 from torchckpt.planning import Host
 
 SEEDS = range(200)
@@ -32,8 +32,7 @@ def test_times_and_bytes(seed):
     assert all(copies[key] == close(counted.copies[key]) for key in copies)
     for rank, levels in enumerate(counted.levels):
         if step.places[rank]:
-            found = {tuple(boundary): level[:2] for boundary, level in step.boundary_levels(rank).items()}
-            assert found == levels
+            assert boundary_levels(step, rank) == levels
         assert step.peak_bytes[rank] == timeline.peak_bytes[rank] == max(high for high, _ in levels.values())
     assert list(step.host_peak_bytes) == counted.host_bytes
     assert all(curve[-1][1] == 0 for curve in timeline.host_memory)

@@ -53,9 +53,9 @@ def test_attention_has_those_of_its_two_products():
 def test_roofline_is_the_larger_of_bytes_and_flops(product, pointwise):
     """A byte takes a nanosecond, in which a processor does ten FLOPs."""
     assert roofline(pointwise) == Cost(80e-9, 0)
-    assert roofline(product) == (max(24 + 48 + 32, 48 / 10) * 1e-9, 48, 0, (), False)
+    assert roofline(product) == Cost(max(24 + 48 + 32, 48 / 10) * 1e-9, 48)
     large = node_of("mm", lambda x, w: (x @ w).sum(), torch.randn(100, 1000), leaf(1000, 100))
-    assert roofline(large) == (2 * 100 * 1000 * 100 / 10 * 1e-9, 2 * 100 * 1000 * 100, 0, (), False)
+    assert roofline(large) == Cost(2 * 100 * 1000 * 100 / 10 * 1e-9, 2 * 100 * 1000 * 100)
 
 
 @pytest.mark.parametrize("name", ["aten.mm", "aten.mm.default", "mm"])
@@ -75,9 +75,9 @@ def test_node_comes_before_the_operator(product):
 def test_profiled_is_measured(product):
     cost = cost_of(product, Measure(rounds=2), "profile")
     assert 0 < cost.seconds < 1
-    assert cost[1:] == (48, 0, (2 * 4 * 4,), False)
+    assert cost[1:5] == (48, 0, (2 * 4 * 4,), False)
 
 
 def test_measured_adds_what_no_shape_tells(pointwise):
-    assert cost_of(pointwise, Measure()) == Cost(80e-9, 0, 0, (40,), False)
-    assert cost_of(pointwise, Measure(), {"aten.sin": 1.0}) == Cost(1.0, 0, 0, (40,), False)
+    assert cost_of(pointwise, Measure())[:5] == (80e-9, 0, 0, (40,), False)
+    assert cost_of(pointwise, Measure(), {"aten.sin": 1.0})[:5] == (1.0, 0, 0, (40,), False)

@@ -13,7 +13,7 @@ from tests.graph.traced import joint_of
 from tests.helpers import leaf
 from torchckpt import graph
 from torchckpt.graph.step import costs
-from torchckpt.graph.step.costs import Measure, Measured
+from torchckpt.graph.step.costs import Cost, Measure
 
 aten = torch.ops.aten
 
@@ -59,7 +59,7 @@ def test_kinds_are_shapes_strides_dtypes_and_constants(monkeypatch):
 def test_checks_are_not_run_on_made_up_numbers(accelerator):
     """One that fails on a GPU fails all that comes after it."""
     for check, *rest in ((aten._assert_async.default,), (aten._assert_async.msg, "is wrong")):
-        assert Measure().of(node_of(check, torch.tensor(True, device=accelerator), *rest)) == Measured()
+        assert Measure().of(node_of(check, torch.tensor(True, device=accelerator), *rest)) == Cost()
     torch.accelerator.synchronize()
     assert torch.ones(2, device=accelerator).tolist() == [1, 1]
 
@@ -81,12 +81,12 @@ def test_seconds_are_taken_where_there_are_rounds():
 def test_what_refuses_made_up_numbers_counts_as_a_copy_of_all_and_a_warning_says_so(node):
     measure = Measure(rounds=1)
     with pytest.warns(UserWarning, match=r"aten\.\w+\.default cannot be measured: on made-up numbers it raises \w+E"):
-        assert measure.of(node) == Measured(4 * 4 + 4)
-    assert measure.of(node) == Measured(4 * 4 + 4)
+        assert measure.of(node) == Cost(workspace_bytes=4 * 4 + 4)
+    assert measure.of(node) == Cost(workspace_bytes=4 * 4 + 4)
 
 
 def test_what_writes_to_its_input_is_not_run():
-    assert Measure().of(node_of(aten.add_.Tensor, torch.empty(4), 1)) == Measured()
+    assert Measure().of(node_of(aten.add_.Tensor, torch.empty(4), 1)) == Cost()
 
 
 def test_integers_are_ones_too_where_that_is_a_place():

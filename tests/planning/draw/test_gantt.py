@@ -62,19 +62,6 @@ def test_measured_times_are_drawn_to_scale() -> None:
     ]
 
 
-def test_several_on_one_scale() -> None:
-    short, long = step(2, 2, recompute=False), step(2, 2, link=1.5)
-    assert long.step_seconds == 12
-    assert gantt(long, 58, long.step_seconds).split("\n") == [
-        "stage 0 | F0- F1- R0- ................B0----- R1- B1-----",
-        "stage 1 | ..........F0- B0----- F1- B1----- ..............",
-    ]
-    assert gantt(short, 58, long.step_seconds).split("\n") == [
-        "stage 0 | F0- F1- ........B0----- ....B1-----",
-        "stage 1 | ....F0- B0----- F1- B1----- ........",
-    ]
-
-
 @pytest.mark.parametrize("p", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("link", [0.0, 0.25, 0.37, 1.0])
 @pytest.mark.parametrize("width", [40, 80, 160])

@@ -8,7 +8,7 @@ import pytest
 from tests.planning.draw.picture import Box, Picture, extent
 from tests.planning.steps import EMPTY, measured, several_stages_a_rank, step
 from torchckpt.planning.draw.canvas import COLOURS
-from torchckpt.planning.draw.svg import compare, svg
+from torchckpt.planning.draw.svg import svg
 from torchckpt.planning.draw.units import Units
 from torchckpt.planning.order.schedule import Kind
 from torchckpt.planning.step.timeline import Timeline
@@ -46,7 +46,7 @@ def test_every_action_has_its_box_in_its_row_on_one_scale_of_time(timeline: Time
 
 def test_both_of_a_comparison_are_on_one_time_scale() -> None:
     before, after = step(4, 8, 1.0), step(4, 8, 0.0, recompute=False)
-    drawn = rows(Picture(compare(before, after)))
+    drawn = rows(Picture(svg(before, after)))
     ends = [max(box.x + box.width for row in part for box in row) for part in (drawn[:4], drawn[4:])]
     assert ends == [pytest.approx(x_of(t.step_seconds, before.step_seconds).expected, abs=1.01)  # type: ignore[attr-defined]
                     for t in (before, after)]
@@ -165,7 +165,7 @@ def test_memory_of_one_amount_is_said_in_words_alone() -> None:
 
 def test_the_budget_is_a_line_across_the_memory_of_each_panel() -> None:
     timeline = step(2, 4)
-    picture = Picture(compare(timeline, timeline, budget_bytes=1.5))
+    picture = Picture(svg(timeline, timeline, budget_bytes=1.5))
     ends = [(float(line["x1"]), float(line["x2"])) for line in picture.of("line", "budget")]
     assert ends.count((LEFT, END)) == 2
     assert "budget 1.5 A" in picture.texts()

@@ -57,7 +57,7 @@ def check(plan):
     assert list(plan.peak_bytes) == pytest.approx(counted.peak_bytes, rel=1e-9)
     assert all(peak <= budget * (1 + 1e-9) for peak, budget in zip(counted.peak_bytes, plan.problem.budget_bytes))
     assert sum(plan.recompute_seconds) == pytest.approx(counted.recompute_seconds)
-    return plan.gap
+    return plan.step_seconds / plan.bound_seconds - 1
 
 
 @pytest.mark.parametrize(("first", "last"), [(2000, 2010), pytest.param(2010, 2030, marks=pytest.mark.slow)])

@@ -198,12 +198,7 @@ def test_shares(plan):
     assert plan.balance == (8, 8, 8, 7)
     every = sum(len(stage.blocks) for stage in gpt(8, 8, 8, 7)) * 8
     assert plan.recomputed_share == pytest.approx(sum(plan.recompute_seconds) / every)
-    assert plan.gap == pytest.approx(0.0, abs=1e-9)
-
-
-def test_print(plan, capsys):
-    plan.print()
-    assert capsys.readouterr().out == f"{plan}\n"
+    assert plan.step_seconds == pytest.approx(plan.bound_seconds)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 import pytest
@@ -13,7 +12,7 @@ from torchckpt.errors import ArgumentError
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Operation, Schedule
 from torchckpt.planning.remat.flow.late import late
 from torchckpt.planning.remat.flow.memory import simulate
-from torchckpt.planning.remat.plan_svg import draw_plan
+from torchckpt.planning.remat.plan_svg import Run, Span, draw_plan, kinds, runs, thinned
 
 LEFT, END, TOP, BOTTOM = 92.0, 802.0, 78.0, 338.0
 REPEATING = [0, 1, 2, 1, 3, 4, 5]
@@ -22,12 +21,6 @@ REPEATING = [0, 1, 2, 1, 3, 4, 5]
 def every(flow: Dataflow, k: int) -> Schedule:
     """Keep the output of every ``k``-th operation of the forward."""
     return late(flow, {storage for operation in flow.operations[: flow.forward : k] for storage in operation.writes})
-
-
-def paths_of(flow: Dataflow, per_layer: int = 4) -> list[str]:
-    """Layers of so many operations; the backward has no names."""
-    forward = [f"model.layers.{i // per_layer}.part{i % per_layer}" for i in range(flow.forward)]
-    return forward + [""] * (len(flow.operations) - flow.forward)
 
 
 def uneven() -> Dataflow:
@@ -58,24 +51,16 @@ every_flow = pytest.mark.parametrize("name", FLOWS)
 
 
 def drawn(
-    name: str | tuple[Dataflow, Schedule], paths: Sequence[str] | None = None, title: str = "A step",
-    budget_bytes: int | None = None,
+    name: str | tuple[Dataflow, Schedule], title: str = "A step", budget_bytes: int | None = None
 ) -> Picture:
-    """The picture of one of ``FLOWS``, or of another; without ``paths``, with the names of the operations."""
+    """The picture of one of ``FLOWS``, or of another."""
     flow, schedule = FLOWS[name] if isinstance(name, str) else name
-    named = [""] * len(flow.operations) if paths is None else paths
-    return Picture(draw_plan(flow, schedule, named, title=title, budget_bytes=budget_bytes))
+    return Picture(draw_plan(flow, schedule, title=title, budget_bytes=budget_bytes))
 
 
 def repeated(picture: Picture) -> list[tuple[float, float]]:
     """Where the boxes of the recomputed begin and end."""
     return [(box.x, box.x + box.width) for box in picture.boxes(("R repeated",))]
-
-
-def names(picture: Picture) -> list[str]:
-    """What is recomputed, by name."""
-    small = [word for word in picture.words if "small" in word.attrib.get("class", "")]
-    return [str(word.text) for word in small if float(word.attrib["x"]) > LEFT - 8]
 
 
 def peak_of(picture: Picture, kind: str) -> float:
@@ -156,6 +141,42 @@ def test_where_nothing_takes_time_the_axis_counts_operations() -> None:
     assert picture.corners("eager")[-1][0] == pytest.approx(LEFT + 2 / 3 * (END - LEFT), abs=0.01)
 
 
+# its parts -----------------------------------------------------------------------------------------------------------
+
+
+def test_runs_follow_one_another_and_a_repeat_takes_its_own_time() -> None:
+    steps = runs(uneven(), REPEATING)
+    assert [(run.operation, run.start_seconds, run.end_seconds) for run in steps] == [
+        (0, 0, 1), (1, 1, 3), (2, 3, 4), (1, 4, 5), (3, 5, 7), (4, 7, 10), (5, 10, 11)
+    ]
+    assert "".join(run.kind for run in steps) == "FFFRBBB"
+    assert tuple(run.bytes for run in steps) == simulate(uneven(), REPEATING).bytes_during
+
+
+def test_short_runs_are_together_until_they_are_long_enough_and_long_ones_alone() -> None:
+    ends = [0.0, 0.25, 0.5, 1.25, 4.0, 4.25, 4.5]
+    every_run = [Run(i, start, end, 0, i < 5, False) for i, (start, end) in enumerate(pairwise(ends))]
+    assert [[run.operation for run in group] for group in thinned(every_run, 1.0)] == [[0, 1, 2], [3], [4], [5]]
+    assert thinned([], 1.0) == []
+
+
+def test_thinned_keeps_every_run_and_is_about_as_long_as_there_is_room() -> None:
+    flow = chain(300)
+    every_run = runs(flow, every(flow, 7))
+    groups = thinned(every_run, flow.seconds / 50)
+    assert [run for group in groups for run in group] == every_run
+    assert len(groups) <= 2 * 70
+
+
+def test_kinds_are_exact_where_they_are_long() -> None:
+    assert kinds(runs(uneven(), REPEATING), 0.5) == [Span("F", 0, 4), Span("R", 4, 5), Span("B", 5, 11)]
+
+
+def test_kinds_that_alternate_quickly_keep_their_shares_repeats_first() -> None:
+    alternate = [Run(0, i / 8, (i + 1) / 8, 0, False, i % 4 == 3) for i in range(8)]
+    assert kinds(alternate, 2.0) == [Span("R", 0.0, 0.25), Span("B", 0.25, 1.0)]
+
+
 # words ----------------------------------------------------------------------------------------------------------------
 
 
@@ -168,7 +189,7 @@ def test_every_word() -> None:
         "A step: within the budget of 150 B, 1 operation recomputed",
         *memory, *map(str, range(0, 120, 20)), "time, % of the eager step",
         "budget 150 B", "peak 140 B", "eager peak 140 B",
-        "forward", "backward", "recomputed", "f1",
+        "forward", "backward", "recomputed",
         "forward", "backward", "recomputed", "eager: nothing recomputed", "budget",
     ]
     assert picture.title == "; ".join(picture.texts()[:2])
@@ -194,62 +215,9 @@ def test_the_budget_is_a_dashed_line() -> None:
     assert re.search(r"\.budget{[^}]*stroke-dasharray", picture.root.findtext(".//{*}style") or "")
 
 
-def test_names_of_modules_lie_where_there_is_room() -> None:
-    picture = drawn("uneven", paths=["a", "layers.0", "b", "", "", ""])
-    (word,) = [word for word in picture.words if word.text == "layers.0"]
-    assert float(word.attrib["x"]) == pytest.approx(LEFT + 4.5 / 11 * (END - LEFT), abs=0.01)
-    assert "transform" not in word.attrib
-
-
-LAYERS = [f"layers.{i}" for i in range(1000)]
-
-
-@pytest.mark.parametrize(
-    ("layers", "kept", "expected", "told"),
-    [
-        (24, 2, [f"layers.{i}" for i in range(23, 7, -2)], ["8 of 12"]),
-        (40, 8, [f"layers.{i + 1} - {i + 7}" for i in range(32, -1, -8)], []),  # of one go as one
-    ],
-)
-def test_names_stand_on_end_where_it_gets_narrow(layers: int, kept: int, expected: list[str], told: list[str]) -> None:
-    flow = chain(layers)
-    picture = drawn((flow, every(flow, kept)), paths=LAYERS[: len(flow.operations)])
-    assert names(picture) == expected
-    assert [text for text in picture.texts() if re.fullmatch(r"\d+ of \d+", text)] == told
-    on_end = [word.text for word in picture.words if "rotate" in word.attrib.get("transform", "")][1:]
-    assert on_end == expected
-
-
-def test_names_are_as_short_as_room_demands_but_say_the_layer() -> None:
-    flow = chain(480)
-    paths = [f"model.layers.{i // 12}.part{i % 12}" for i in range(len(flow.operations))]
-    picture = drawn((flow, every(flow, 2)), paths=paths)
-    assert len(set(names(picture))) == 8
-    assert set(names(picture)) <= {f"model.layers.{i}" for i in range(40)}
-
-
-def test_of_too_many_names_some_are_told_and_the_picture_says_so() -> None:
-    flow = chain(480)
-    picture = drawn((flow, every(flow, 2)), paths=LAYERS[: len(flow.operations)])
-    assert len(names(picture)) == 8
-    assert "8 of 240" in picture.texts()
-
-
-def test_only_what_takes_a_while_has_a_name() -> None:
-    long, short = Operation("long", (0,), (1,), 50.0), Operation("short", (1,), (2,), 0.5)
-    last, back = Operation("f2", (2,), (3,), 1.0), Operation("b1", (1, 3), (4,), 1.0)
-    operations = (long, short, last, back, Operation("b0", (2, 4), (5,), 1.0))
-    flow = Dataflow(operations, (0, 40, 80, 10, 10, 10), 3, frozenset({0}), frozenset({5}))
-    picture = drawn((flow, [0, 1, 2, 0, 3, 1, 4]), paths=["layers.0", "layers.1", "b", "", ""])
-    assert names(picture) == ["layers.0"]
-
-
-def test_long_names_and_titles_are_clipped_and_special_characters_are_safe() -> None:
-    picture = drawn("uneven", paths=["a", "x" * 50 + ".mlp", "b", "", "", ""], title="t" * 200)
-    assert names(picture) == ["..." + "x" * 17 + ".mlp"]
-    assert picture.texts()[1].startswith("t" * 57 + "...: ")
-    picture = drawn("uneven", paths=["", "<a>&\x00\"'", "", "", "", ""], title="<b>&\x1b")
-    assert names(picture) == ["<a>&\"'"]
+def test_long_titles_are_clipped_and_special_characters_are_safe() -> None:
+    assert drawn("uneven", title="t" * 200).texts()[1].startswith("t" * 57 + "...: ")
+    picture = drawn("uneven", title="<b>&\x1b")
     assert picture.texts()[1].startswith("<b>&: ")
     assert "; <b>&: " in picture.title
 
@@ -261,7 +229,7 @@ def test_a_step_of_thousands_of_operations_stays_small_and_true() -> None:
     flow = chain(2000)
     schedule = every(flow, 2)
     assert len(schedule) > 5000
-    text = draw_plan(flow, schedule, [f"layers.{i}" for i in range(len(flow.operations))], title="A step")
+    text = draw_plan(flow, schedule, title="A step")
     assert len(text) < 300_000
     picture = Picture(text)
     peak, most = simulate(flow, schedule).peak_bytes, simulate(flow, flow.eager).peak_bytes
@@ -274,12 +242,9 @@ def test_a_step_of_thousands_of_operations_stays_small_and_true() -> None:
 @every_flow
 def test_the_same_text_every_time(name: str) -> None:
     flow, schedule = FLOWS[name]
-    named = [""] * len(flow.operations)
-    assert draw_plan(flow, schedule, named, title="") == draw_plan(flow, list(schedule), named, title="")
+    assert draw_plan(flow, schedule, title="") == draw_plan(flow, list(schedule), title="")
 
 
-def test_a_path_for_each_operation_and_a_schedule_of_this_step() -> None:
-    with pytest.raises(ArgumentError, match=r"there is not one path for each of 6 operations\n.*1 paths\n.*op\.name"):
-        drawn((uneven(), uneven().eager), paths=["a"])
+def test_a_schedule_of_this_step() -> None:
     with pytest.raises(ArgumentError, match="the schedule does not run every operation"):
         drawn((uneven(), [0, 1, 2]))

@@ -80,30 +80,6 @@ def test_the_table_of_several_stages_a_rank():
     ]
 
 
-def test_the_chart_has_one_scale():
-    assert slowed(early(one_f_one_b(2, 2)), 1.25, link=Link()).chart(width=65).split("\n") == [
-        "measured",
-        "stage 0 | F0-- F1-- R0-- ..........B0------- R1-- .....B1-------",
-        "stage 1 | .....F0-- R0-- B0------- F1-- R1-- B1------- ..........",
-        "",
-        "simulated",
-        "stage 0 | F0- F1- R0- ........B0----- R1- ....B1-----",
-        "stage 1 | ....F0- R0- B0----- F1- R1- B1----- ........",
-    ]
-
-
-def test_the_chart_of_a_step_that_is_faster_than_on_paper():
-    assert slowed(early(one_f_one_b(2, 2)), 0.5, link=Link()).chart(width=54).split("\n") == [
-        "measured",
-        "stage 0 | F0F1R0....B0- R1..B1-",
-        "stage 1 | ..F0R0B0- F1R1B1- ....",
-        "",
-        "simulated",
-        "stage 0 | F0- F1- R0- ........B0----- R1- ....B1-----",
-        "stage 1 | ....F0- R0- B0----- F1- R1- B1----- ........",
-    ]
-
-
 def test_nothing_recomputed_hides_nothing_and_exposes_nothing():
     row = slowed(one_f_one_b(4, 8)).rows[3]
     assert (row.overhead, row.bound, row.hidden) == (0, 0, None)
@@ -118,7 +94,6 @@ def test_a_step_that_takes_no_time():
     found = slowed(LAST_KEPT, costs=Block(0.0, 0.0, 0.0, 0.0), link=Link())
     assert (found.rows[3].overhead, found.rows[3].hidden, found.deviation) == (0, None, 0)
     assert found.table().split("\n")[4] == "this schedule (measured)   0 ms     0.0 %  0.0 %       -  1e-06 MB"
-    assert found.chart().split("\n")[:2] == ["measured", "stage 0 |"]
 
 
 def test_the_picture_has_both_steps_and_lines_at_the_least():

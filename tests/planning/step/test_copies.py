@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.planning.random_steps import boundary_levels
 from torchckpt.planning import (
     Block,
     Boundary,
@@ -50,7 +51,7 @@ def copies(step):
 
 
 def levels(step, rank=0):
-    return {tuple(b): (level.highest, level.left) for b, level in step.boundary_levels(rank).items()}
+    return boundary_levels(step, rank)
 
 
 def test_a_copy_beside_the_compute_costs_nothing():

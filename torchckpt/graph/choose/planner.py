@@ -84,13 +84,11 @@ class GraphPlanner:
         solution = fit(flow, room, pinned, tell)
         if not self._exact:
             return solution.schedule
-        from torchckpt.planning.remat.search.exact import Infeasible, optimum
+        from torchckpt.planning.remat.search.exact import optimum
 
         tell("the proof")
-        try:
-            return optimum(flow, room, hint=solution.schedule, pinned=pinned).schedule
-        except Infeasible:
-            return solution.schedule
+        best = optimum(flow, room, hint=solution.schedule, pinned=pinned) or solution
+        return best.schedule
 
     def _infeasible(self, joint: Joint, budget_bytes: int) -> BudgetInfeasible:
         """The error for a budget below the plan with the least bytes found. Every figure includes the bytes reserved

@@ -26,7 +26,7 @@ from torchckpt.graph.trace.reason import check_bare, reason_of, warn_of_retraces
 from torchckpt.planning.budget import read
 from torchckpt.planning.remat.plan import Plan
 
-__all__ = ["Calls", "module_faults", "option_faults"]
+__all__ = ["Calls", "Planned", "module_faults", "option_faults"]
 
 _NEW = object()
 """Stands for a call that has not been traced yet."""
@@ -82,7 +82,6 @@ class Calls:
 
     @property
     def plan(self) -> Plan:
-        """The plan for the latest inputs; before the first call, for the example."""
         if self._latest is None:
             rule = "there is no plan yet: it needs inputs, an example or a first call"
             works = f"graph.{self._function[:-1]}model, inputs)"
@@ -95,7 +94,6 @@ class Calls:
         return tuple(call.plan for call in self.known.values() if call.plan is not None)
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-        """Trace and plan a call with these inputs, without running it."""
         if self.call(args, kwargs) is None:
             rule = "there is nothing to plan: no parameter or input requires a gradient, or gradients are disabled"
             works = "model.requires_grad_(), outside of torch.no_grad()"
@@ -180,6 +178,30 @@ class Calls:
             return None
         self._latest = call
         return partial(call, tensors, args, kwargs)
+
+
+class Planned:
+    """What has the plans of the calls of one module, which it traces."""
+
+    _calls: Calls
+
+    @property
+    def plan(self) -> Plan:
+        """The plan for the latest inputs; before the first call, for the example.
+
+        After a backward in which some outputs had no gradient, it is the part that this backward ran, with the bytes
+        that it took. Its ``whole`` is the plan for the gradients of all outputs.
+        """
+        return self._calls.plan
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans so far, one for each kind of inputs (shapes, dtypes, mode)."""
+        return self._calls.plans
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Plan:
+        """Trace and plan a call with these inputs, without running it."""
+        return self._calls.prepare(args, kwargs)
 
 
 def _keywords_of(model: nn.Module) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from torchckpt.errors import Fault, called, check
 from torchckpt.graph.choose.keep import Keep
 from torchckpt.graph.choose.planner import Costs, GraphPlanner
 from torchckpt.graph.private.dynamo import outside_graph
-from torchckpt.graph.run.calls import Calls, module_faults, option_faults
+from torchckpt.graph.run.calls import Calls, Planned, module_faults, option_faults
 from torchckpt.graph.run.rematerialize import Rematerialized
 from torchckpt.graph.trace.reason import check_bare
 from torchckpt.planning.budget import Budget
@@ -77,29 +77,11 @@ class _InPlace(Mixin):
         super().compile(*args, **kwargs)  # type: ignore[misc]  # of the module that this stands in front of
 
 
-class RematerializeHandle:
+class RematerializeHandle(Planned):
     """Undoes one :func:`rematerialize_`, and has its plans. As a context manager, it undoes the change at its end."""
 
     def __init__(self, module: nn.Module, setting: _Setting) -> None:
-        self._module, self._setting = module, setting
-
-    @property
-    def _calls(self) -> Calls:
-        return self._setting.calls_of(self._module)
-
-    @property
-    def plan(self) -> Plan:
-        """The plan for the latest inputs, as :attr:`Rematerialized.plan`; before the first call, for the example."""
-        return self._calls.plan
-
-    @property
-    def plans(self) -> tuple[Plan, ...]:
-        """The plans so far, one for each kind of inputs (shapes, dtypes, mode)."""
-        return self._calls.plans
-
-    def prepare(self, *args: Any, **kwargs: Any) -> Plan:
-        """Trace and plan a call with these inputs, without running it."""
-        return self._calls.prepare(args, kwargs)
+        self._module, self._setting, self._calls = module, setting, setting.calls_of(module)
 
     def remove(self) -> None:
         """Let the module run as it did before. A second call does nothing."""
@@ -158,11 +140,11 @@ def rematerialize_(
     setting = _Setting(partial(GraphPlanner, keep, budget, costs, rng, exact, {}), engine)
     setting.planner()  # it checks its arguments
     put(module, _InPlace, setting)
-    handle = RematerializeHandle(module, setting)
     try:
-        setting.calls_of(module).prepare_example(example, example_kwargs)
+        handle = RematerializeHandle(module, setting)
+        handle._calls.prepare_example(example, example_kwargs)
     except BaseException:
-        handle.remove()
+        take(module, _InPlace)
         raise
     return handle
 

@@ -14,7 +14,7 @@ from torchckpt.errors import Fault, called, check, raise_fault
 from torchckpt.graph.choose.keep import Keep
 from torchckpt.graph.choose.planner import Costs, GraphPlanner
 from torchckpt.graph.private.dynamo import outside_graph
-from torchckpt.graph.run.calls import Calls, module_faults, option_faults
+from torchckpt.graph.run.calls import Calls, Planned, module_faults, option_faults
 from torchckpt.graph.trace.reason import check_bare, refuse_copies
 from torchckpt.planning.budget import Budget
 from torchckpt.planning.remat.plan import Plan
@@ -102,10 +102,8 @@ _SHARED = (
 )
 
 
-class Rematerialized(nn.Module):
+class Rematerialized(Planned, nn.Module):
     """The module that :func:`rematerialize` returns."""
-
-    _calls: Calls
 
     def __new__(cls, model: nn.Module, *_: Any) -> Rematerialized:
         return super().__new__(_class_for(model))
@@ -115,24 +113,6 @@ class Rematerialized(nn.Module):
         self.__dict__.update((name, model.__dict__[name]) for name in _SHARED)
         self.__dict__.update(original=model, _planner=planner, _engine=engine)
         self.__dict__["_calls"] = Calls("rematerialize()", model, model, planner, engine)
-
-    @property
-    def plan(self) -> Plan:
-        """The plan for the latest inputs; before the first call, for the example.
-
-        After a backward in which some outputs had no gradient, it is the part that this backward ran, with the bytes
-        that it took. Its ``whole`` is the plan for the gradients of all outputs.
-        """
-        return self._calls.plan
-
-    @property
-    def plans(self) -> tuple[Plan, ...]:
-        """The plans so far, one for each kind of inputs (shapes, dtypes, mode)."""
-        return self._calls.plans
-
-    def prepare(self, *args: Any, **kwargs: Any) -> Plan:
-        """Trace and plan a call with these inputs, without running it."""
-        return self._calls.prepare(args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():

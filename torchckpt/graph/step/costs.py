@@ -28,18 +28,27 @@ from torchckpt.graph.private.surroundings import without_autocast
 from torchckpt.graph.step.repeat import generator_state, replayed
 from torchckpt.tensors import flop_formula, tensors_in
 
-__all__ = ["Cost", "CostOf", "Costs", "Measure", "Measured", "cost_of", "flops_of", "roofline", "with_seconds"]
+__all__ = ["Cost", "CostOf", "Costs", "Measure", "cost_of", "flops_of", "roofline", "with_seconds"]
+
+
+_Kind: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
+"""The dtype and shape of a tensor."""
 
 
 class Cost(NamedTuple):
-    """The cost of one operation. Where the operation was run, ``made_bytes`` has the storage size of each tensor that
-    it returned, and ``draws`` says whether it drew random numbers although its operator is not tagged as random."""
+    """The cost of one operation. What stands behind ``flops`` is known where it was run.
 
-    seconds: float
-    flops: int
+    ``workspace_bytes`` are allocated at the highest point beside the outputs. For each returned tensor, ``made_bytes``
+    has the bytes of its storage (0 if an earlier one shares it), and ``kinds`` its kind. ``draws`` says whether random
+    numbers were drawn although the operator is not tagged as random.
+    """
+
+    seconds: float = 0.0
+    flops: int = 0
     workspace_bytes: int = 0
     made_bytes: tuple[int, ...] = ()
     draws: bool = False
+    kinds: tuple[_Kind | None, ...] = ()
 
 
 CostOf: TypeAlias = Callable[[fx.Node], Cost]
@@ -56,10 +65,9 @@ def cost_of(node: fx.Node, measure: Measure, costs: Costs = "roofline") -> Cost:
     """The cost of an operation, with what shapes do not tell and a run on made-up numbers does."""
     run = measure.of(node)
     if costs == "profile":
-        seconds, flops = run.seconds, flops_of(node)
-    else:
-        seconds, flops, *_ = roofline(node) if isinstance(costs, str) else with_seconds(node, costs)
-    return Cost(seconds, flops, run.workspace_bytes, run.made_bytes, run.draws)
+        return run._replace(flops=flops_of(node))
+    seconds, flops, *_ = roofline(node) if isinstance(costs, str) else with_seconds(node, costs)
+    return run._replace(seconds=seconds, flops=flops)
 
 
 def roofline(node: fx.Node) -> Cost:
@@ -114,21 +122,6 @@ def _device(node: fx.Node) -> str:
 _SEEN = "seen"
 """Key in a node's ``meta``: the kinds of tensors that its operation returned in a run."""
 
-_Kind: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
-"""The dtype and shape of a tensor."""
-
-
-class Measured(NamedTuple):
-    """The measurements of one kind of operation: the bytes that it allocates at its highest point beside its outputs;
-    the least time of its runs; for each returned tensor, the bytes of its storage (0 if an earlier one shares it) and
-    its kind; and whether it drew random numbers although its operator is not tagged as random."""
-
-    workspace_bytes: int = 0
-    seconds: float = 0.0
-    made_bytes: tuple[int, ...] = ()
-    kinds: tuple[_Kind | None, ...] = ()
-    draws: bool = False
-
 
 class Measure:
     """Measures operations, once for each combination of shapes, strides, dtypes, devices and constants.
@@ -144,30 +137,30 @@ class Measure:
 
     def __init__(self, rounds: int = 0) -> None:
         self._rounds = rounds
-        self._measured: dict[Hashable, Measured] = {}
+        self._measured: dict[Hashable, Cost] = {}
 
-    def of(self, node: fx.Node) -> Measured:
+    def of(self, node: fx.Node) -> Cost:
         key = _signature(node)
         if key not in self._measured:
             self._measured[key] = self._run(node)
         node.meta[_SEEN] = self._measured[key].kinds
         return self._measured[key]
 
-    def _run(self, node: fx.Node) -> Measured:
+    def _run(self, node: fx.Node) -> Cost:
         target = node.target
         if not callable(target) or is_collective(target) or is_mutable(target):
-            return Measured()
+            return Cost()
         # An assertion may fail on made-up numbers, which stops a GPU for good. Meta tensors have no bytes.
         if is_check(target) or "meta" in map(_device, [node, *node.all_input_nodes]):
-            return Measured()
-        runs, refused = list[Measured](), ""
+            return Cost()
+        runs, refused = list[Cost](), ""
         for whole in (0, 1) if _may_be_ones(node) else (0,):
             try:
                 with without_modes(), without_autocast(), torch.no_grad(), torch.random.fork_rng():
                     runs += self._runs_on(node, whole)
             except Exception as error:  # made-up numbers may be invalid arguments
                 if "Profiler is already enabled" in str(error):  # torch allows one profiler at a time
-                    return Measured()
+                    return Cost()
                 refused = refused or f"{type(error).__name__}: {error}".splitlines()[0]
         if runs:
             return max(runs, key=lambda run: run.workspace_bytes)._replace(
@@ -180,9 +173,9 @@ class Measure:
             f"{node.target} cannot be measured: on made-up numbers it raises {refused}; "
             "its workspace counts as a copy of all that it reads and writes", stacklevel=2,
         )
-        return Measured(_moved_bytes(node))
+        return Cost(workspace_bytes=_moved_bytes(node))
 
-    def _runs_on(self, node: fx.Node, whole: int) -> list[Measured]:
+    def _runs_on(self, node: fx.Node, whole: int) -> list[Cost]:
         """Measure runs on random numbers, with all integers equal to ``whole``; one run for each branch."""
         value = partial(_followed if "rnn" in str(node.target) else _made_up, whole=whole)
         arguments, named = fx.node.map_arg((node.args, node.kwargs), value)
@@ -193,7 +186,7 @@ class Measure:
         ways = [(torch.tensor(way), *arguments[1:]) for way in (True, False)] if is_branching(target) else [arguments]
         return [self._measure(partial(target, *values, **named), inputs, _device(node)) for values in ways]
 
-    def _measure(self, run: Callable[[], Any], inputs: set[int], device: str) -> Measured:
+    def _measure(self, run: Callable[[], Any], inputs: set[int], device: str) -> Cost:
         """Measure one run. ``inputs`` are the storages that it reads, which are not counted as made."""
         before, results = generator_state(device), list[Any]()
         seconds = min((_timed(run) for _ in range(self._rounds)), default=0.0)
@@ -207,7 +200,8 @@ class Measure:
             known.update(map(storage_number, parts))
         leaves = pytree.tree_leaves(results)
         kinds = tuple((leaf.dtype, tuple(leaf.shape)) if isinstance(leaf, Tensor) else None for leaf in leaves)
-        return Measured(workspace_bytes, seconds, tuple(sizes), kinds, not torch.equal(before, generator_state(device)))
+        draws = not torch.equal(before, generator_state(device))
+        return Cost(seconds, 0, workspace_bytes, tuple(sizes), draws, kinds)
 
 
 def _timed(run: Callable[[], Any]) -> float:

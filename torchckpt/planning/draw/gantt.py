@@ -24,7 +24,7 @@ class _Grid(NamedTuple):
         return round(seconds * self.columns_per_second)
 
 
-def gantt(timeline: TimelineFigures, width: int = 160, full_seconds: float | None = None) -> str:
+def gantt(timeline: TimelineFigures, width: int = 160) -> str:
     """Who does what when; time runs to the right, ``.`` is idle, ``-`` goes on with what stands before it.
 
     In full where ``width`` columns suffice; else without the numbers of the micro-batches; else letters get as many
@@ -38,17 +38,15 @@ def gantt(timeline: TimelineFigures, width: int = 160, full_seconds: float | Non
     Args:
         timeline: what to draw.
         width: the longest line, in characters.
-        full_seconds: how long a step fills the width, to have several on one scale. Default: this one, or less where
-            labels fit.
     """
     names = [row_name(timeline.schedule, rank) for rank in range(len(timeline.schedule.ranks))]
     margin = max(map(len, names), default=0)
     room = max(width - margin - len(" | "), 1)
-    rows = _rows(timeline, room, full_seconds)
+    rows = _rows(timeline, room)
     return "\n".join(f"{name:<{margin}} | {row}".rstrip() for name, row in zip(names, rows))
 
 
-def _rows(timeline: TimelineFigures, room: int, full_seconds: float | None) -> list[str]:
+def _rows(timeline: TimelineFigures, room: int) -> list[str]:
     per_rank: list[list[Event]] = [[] for _ in timeline.schedule.ranks]
     for event in timeline.events:
         if event.end_seconds > event.start_seconds:
@@ -56,11 +54,11 @@ def _rows(timeline: TimelineFigures, room: int, full_seconds: float | None) -> l
     durations = sorted(event.end_seconds - event.start_seconds for events in per_rank for event in events)
     if not durations:
         return ["" for _ in per_rank]
-    proportional = _Grid(room / (full_seconds or timeline.step_seconds))
+    proportional = _Grid(room / timeline.step_seconds)
     if durations[len(durations) // 2] * proportional.columns_per_second < 1:
         return [_crowded(events, proportional, room) for events in per_rank]
-    grid = None if full_seconds else _exact(timeline, durations[0], room)
-    return [_spelled(timeline, events, grid or proportional) for events in per_rank]
+    grid = _exact(timeline, durations[0], room) or proportional
+    return [_spelled(timeline, events, grid) for events in per_rank]
 
 
 def _exact(timeline: TimelineFigures, shortest: float, room: int) -> _Grid | None:

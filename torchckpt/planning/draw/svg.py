@@ -24,7 +24,7 @@ from torchckpt.planning.draw.units import KIND_NAMES, Units, label, percent, row
 from torchckpt.planning.figures import Message, TimelineFigures
 from torchckpt.planning.order.schedule import Kind
 
-__all__ = ["compare", "svg"]
+__all__ = ["svg"]
 
 _WIDTH, _LEFT, _RIGHT = 960.0, 84.0, 24.0
 _END = _WIDTH - _RIGHT
@@ -91,17 +91,6 @@ def svg(
             canvas.key(style, x, y)
 
     return canvas.text(canvas.legend(_entries(timelines, layout), _LEFT, y + 8, key), "; ".join(titles), _STYLE)
-
-
-def compare(
-    before: TimelineFigures,
-    after: TimelineFigures,
-    names: tuple[str, str] = ("before", "after"),
-    budget_bytes: float | None = None,
-    units: Units | None = None,
-) -> str:
-    """``before`` over ``after``, on the same scales; see :func:`svg`."""
-    return svg(before, after, names=names, budget_bytes=budget_bytes, units=units)
 
 
 class _Layout:

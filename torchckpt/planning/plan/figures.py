@@ -167,11 +167,6 @@ class PlanFigures:
         return self.step.seconds
 
     @property
-    def gap(self) -> float:
-        """The share by which the step is longer than the bound."""
-        return max(0.0, self.step_seconds / self.bound_seconds - 1)
-
-    @property
     def peak_bytes(self) -> tuple[float, ...]:
         """The most bytes that the actions of each rank hold."""
         return self.step.peak_bytes

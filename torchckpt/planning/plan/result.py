@@ -71,10 +71,6 @@ class PipelinePlan(PlanFigures, Drawn):
         key = f"blocks {names} by micro-batch: {'; '.join(state.words for state in self.states)}"
         return "\n".join([*(f"{line.ljust(width)}  {text}" for line, text in zip(lines, texts)), "", key])
 
-    def print(self) -> None:
-        """The tables by stage and by rank, and what the plan is worth."""
-        print(self)
-
     def __str__(self) -> str:
         counts = f"{len(self.problem.stages)} stages on {len(self.schedule.ranks)} ranks, {self.schedule.micro_batches}"
         head = f"{self.schedule.name}: {counts} micro-batches"

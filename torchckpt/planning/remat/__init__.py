@@ -8,7 +8,6 @@ keep, such as some that separate inputs from outputs, ``planner`` under a budget
     table, plan_svg   a plan as text, and as a picture
     frontier_svg      the picture of a frontier
     search            the search for an order that fits
-    curve             memory over time at the resolution of a picture, and labels beside it
     flow              one traced step, as operations on storages, and its memory
 """
 __all__: list[str] = []

@@ -119,7 +119,7 @@ class Plan(Drawn):
         """The bytes alive over the schedule, as SVG: forward and backward, repeats in a colour of their own, the eager
         step in grey, the budget as a line. Written to ``path``, if one is given.
         """
-        text = draw_plan(self.flow, self.schedule, self.paths, budget_bytes=self.budget_bytes, title=title)
+        text = draw_plan(self.flow, self.schedule, budget_bytes=self.budget_bytes, title=title)
         return self._written(path, text)
 
     def _repr_html_(self) -> str:

@@ -8,29 +8,30 @@
  └──────────────────────────────────────┘
    [5] time
    [6] forward │ backward
-   [7] recomputed: one box a repeat, the modules' names beneath
+   [7] recomputed: one box a repeat
  [8] legend
 """
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
-from typing import TypeAlias
+from itertools import accumulate, groupby, pairwise
+from typing import NamedTuple, TypeAlias
 
 from torchckpt.errors import called
 from torchckpt.planning.draw.canvas import CHARACTER, STYLE, TEXT, Axis, Canvas, clipped
 from torchckpt.planning.draw.units import units_of_bytes
-from torchckpt.planning.remat.curve import Label, Run, Span, beside, joined, kinds, runs, spans, spread, thinned
-from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, check_paths
+from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, first_runs
+from torchckpt.planning.remat.flow.dataflow import runs as operations_of
+from torchckpt.planning.remat.flow.memory import simulate
 
-__all__ = ["draw_plan"]
+__all__ = ["Run", "Span", "draw_plan", "kinds", "runs", "thinned"]
 
 _STYLE = STYLE + """
 .fill{fill-opacity:.8} .eager{fill:#e5e7eb;stroke:#9ca3af;stroke-width:1} .outline{fill:none;stroke:#111827}
 .leader{stroke:#9ca3af;stroke-width:1;stroke-dasharray:1 3} .leader.after{stroke:#111827}
-.red{fill:#c0392b} .bold{font-weight:600;fill:#111827} .small{font-size:12px}
+.red{fill:#c0392b} .bold{font-weight:600;fill:#111827}
 .dot{fill:#111827} .dot.grey{fill:#6b7280}
 """
 _KINDS = {"F": "forward", "B": "backward", "R": "recomputed"}
@@ -40,16 +41,11 @@ _TOP, _BOTTOM = 78.0, 338.0  # of the chart
 _LANES = _BOTTOM + 42
 _FINEST, _FINEST_KIND = 1.0, 5.0  # pixels: of the curve, and of stripes of two colours
 _LINE = 14.0  # from one line of text to the next
-_LONGEST_TITLE, _LONGEST_NAME = 60, 24
-_SMALL = 12.0
-_LEAST = 0.02  # of the recomputed time, for a name
-_MOST_NAMES = 8  # of what is recomputed, that which takes longest
+_LONGEST_TITLE = 60
 
 
 @called("draw_plan()")
-def draw_plan(
-    flow: Dataflow, schedule: Schedule, paths: Sequence[str], *, budget_bytes: int | None = None, title: str
-) -> str:
+def draw_plan(flow: Dataflow, schedule: Schedule, *, budget_bytes: int | None = None, title: str) -> str:
     """Bytes alive while ``schedule`` runs, before those of the eager step, on one time scale, as a document for a file.
 
     The picture stays small however long a schedule is: of steps that are shorter than a pixel, the highest is drawn.
@@ -57,15 +53,12 @@ def draw_plan(
     Args:
         flow: one training step.
         schedule: what to draw.
-        paths: of each operation, the module that it belongs to, such as ``layers.3.mlp``: the names of what is
-            recomputed, shortened until they have room. An operation outside of all modules has its own name.
         budget_bytes: where to draw a line across; by default nowhere.
         title: what the picture is of, below what it shows; clipped if long.
 
     Raises:
-        ArgumentError: the schedule is none of this dataflow, or there is not one path for each operation.
+        ArgumentError: the schedule is none of this dataflow.
     """
-    check_paths(flow, paths)
     plan = _Plan(flow, schedule, budget_bytes)
     canvas = Canvas(_WIDTH)
     finding, facts = plan.finding, f"{clipped(title, _LONGEST_TITLE)}: {plan.facts}"
@@ -73,10 +66,80 @@ def draw_plan(
     _axes(canvas, plan)
     _curves(canvas, plan)
     _levels(canvas, plan)
-    y = _lanes(canvas, plan)
-    if plan.repeats:
-        y = _names(canvas, plan, [path or operation.name for path, operation in zip(paths, flow.operations)], y)
-    return canvas.text(canvas.legend(_entries(plan), _LEFT, y + 26), f"{finding}; {facts}", _STYLE)
+    return canvas.text(canvas.legend(_entries(plan), _LEFT, _lanes(canvas, plan) + 26), f"{finding}; {facts}", _STYLE)
+
+
+class Run(NamedTuple):
+    """One run of an operation of a traced step: from when to when, and the bytes alive meanwhile."""
+
+    operation: int
+    start_seconds: float
+    end_seconds: float
+    bytes: int
+    in_forward: bool
+    is_repeat: bool
+
+    @property
+    def seconds(self) -> float:
+        return self.end_seconds - self.start_seconds
+
+    @property
+    def kind(self) -> str:
+        """``F``, ``B``, or ``R`` of a repeat."""
+        return "R" if self.is_repeat else "F" if self.in_forward else "B"
+
+
+class Span(NamedTuple):
+    """A time in which runs of one kind are drawn."""
+
+    kind: str
+    start_seconds: float
+    end_seconds: float
+
+
+def runs(flow: Dataflow, schedule: Schedule) -> list[Run]:
+    """The steps of ``schedule``. Where no operation takes time, each run takes one second.
+
+    Raises:
+        ArgumentError: as :func:`~torchckpt.planning.remat.flow.memory.simulate`.
+    """
+    memory, firsts, timed = simulate(flow, schedule), first_runs(schedule), flow.seconds > 0
+    seconds = [operation.seconds if timed else 1.0 for operation in operations_of(flow, schedule)]
+    starts = accumulate(seconds, initial=0.0)
+    return [
+        Run(index, start, end, alive, step < memory.boundary, firsts[index] != step)
+        for step, (index, (start, end), alive) in enumerate(zip(schedule, pairwise(starts), memory.bytes_during))
+    ]
+
+
+def thinned(every: Iterable[Run], finest_seconds: float) -> list[list[Run]]:
+    """Neighbours in groups: shorter ones together until they last ``finest_seconds``, longer ones alone.
+
+    A group is in the forward or in the backward. Drawn as high as its highest run, it shows every peak.
+    """
+    groups: list[list[Run]] = []
+    for run in every:
+        group = groups[-1] if groups else []
+        is_short = group and max(group[-1].end_seconds - group[0].start_seconds, run.seconds) < finest_seconds
+        if is_short and group[0].in_forward == run.in_forward:
+            group.append(run)
+        else:
+            groups.append([run])
+    return groups
+
+
+def kinds(every: Iterable[Run], finest_seconds: float) -> list[Span]:
+    """The kinds that run, and when. Where they alternate faster than ``finest_seconds``, repeats come first."""
+    alike = (list(group) for _, group in groupby(every, lambda run: (run.kind, run.in_forward)))
+    phases = [group[0]._replace(end_seconds=group[-1].end_seconds) for group in alike]
+    listed: list[Span] = []
+    for group in thinned(phases, finest_seconds):
+        now = group[0].start_seconds
+        for kind, members in groupby(sorted(group, key=lambda run: not run.is_repeat), lambda run: run.kind):
+            end = now + sum(run.seconds for run in members)
+            listed.append(Span(kind, now, end))
+            now = end
+    return listed
 
 
 _Stretch: TypeAlias = tuple[float, float, float]
@@ -150,7 +213,7 @@ def _curves(canvas: Canvas, plan: _Plan) -> None:
         for kind in plan.kinds:
             part = _between(profile, plan.time(kind.start_seconds), plan.time(kind.end_seconds))
             if part:
-                canvas.steps(_under(part), class_=f"{kind.name} fill")
+                canvas.steps(_under(part), class_=f"{kind.kind} fill")
         canvas.steps(_under(profile), class_="outline")
 
 
@@ -182,8 +245,10 @@ def _levels(canvas: Canvas, plan: _Plan) -> None:
     if plan.budget_bytes is not None:
         levels.append((plan.budget_bytes, f"budget {of_memory(plan.budget_bytes)}", "red"))
     levels.sort(key=lambda level: -level[0])
-    heights = [plan.memory(level[0]) for level in levels]
-    for height, (_, text, style), y in zip(heights, levels, spread(heights, _LINE, _BOTTOM)):
+    y = _TOP - _LINE
+    for bytes_, text, style in levels:
+        height = plan.memory(bytes_)
+        y = max(height, y + _LINE)
         canvas.line(_END, height, _END + 9, y, class_="axis")
         canvas.words(_END + 12, y + 4, text, class_=style)
     if plan.is_change:
@@ -213,47 +278,9 @@ def _lanes(canvas: Canvas, plan: _Plan) -> float:
         return _LANES + 15
     y = _LANES + 20
     canvas.words(_LEFT - 8, y + 12, "recomputed", class_="end")
-    repeated = [(plan.time(kind.start_seconds), plan.time(kind.end_seconds)) for kind in plan.kinds if kind.name == "R"]
+    repeated = [(plan.time(kind.start_seconds), plan.time(kind.end_seconds)) for kind in plan.kinds if kind.kind == "R"]
     canvas.boxes(((start, y, end - start, 14) for start, end in repeated), class_="R repeated")
     return y + 14
-
-
-def _names(canvas: Canvas, plan: _Plan, paths: Sequence[str], y: float) -> float:
-    """[7], as deep in the modules as leaves most of the recomputed time with a name; where they end."""
-    parts = [paths[run.operation].split(".") for run in plan.repeats]
-    numbered = max(next((place + 1 for place, part in enumerate(path) if part.isdigit()), 1) for path in parts)
-    by_depth = [spans(plan.runs, paths, depth) for depth in range(max(map(len, parts)), numbered - 1, -1)]
-    choices = [named for apart in by_depth for named in (apart, joined(apart))]
-    tried = [(_beside(plan, named, flat), len(named), flat) for named in choices for flat in (True, False)]
-    labels, wanted, flat = max(tried, key=lambda names: _worth(plan, names[0]))
-    for label in sorted(labels, key=lambda label: label.place):
-        if flat:
-            canvas.words(label.place, y + 14, label.name, class_="middle small")
-        else:
-            canvas.upright(label.place + _SMALL * 0.36, y + 5, label.name, "end small")
-    if len(labels) < wanted:
-        canvas.words(_LEFT - 8, y + 14, f"{len(labels)} of {wanted}", class_="end small")
-        canvas.words(_LEFT - 8, y + 26, "named", class_="end small")
-    return y + (18 if flat else 8 + max(len(label.name) for label in labels) * _SMALL * CHARACTER)
-
-
-def _worth(plan: _Plan, labels: Sequence[Label]) -> tuple[float, int]:
-    """The share of the recomputed time that has a name, to a hundredth; of the same share, the shorter names."""
-    every = sum(run.seconds for run in plan.repeats)
-    share = sum(label.weight for label in labels) / every if every else 0.0
-    return round(share, 2), -sum(len(label.name) for label in labels)
-
-
-def _beside(plan: _Plan, named: Sequence[Span], flat: bool) -> list[Label]:
-    """The names that have room, lying or standing on end."""
-    labels = []
-    for span in named:
-        name = clipped(span.name, _LONGEST_NAME, tail=True)
-        extent = len(name) * _SMALL * CHARACTER + 6 if flat else _SMALL * 1.1
-        labels.append(Label(name, plan.time((span.start_seconds + span.end_seconds) / 2), extent, span.seconds))
-    every = sum(label.weight for label in labels)
-    long = [label for label in labels if label.weight >= _LEAST * every] or labels
-    return beside(long, _LEFT - 2, _WIDTH)[:_MOST_NAMES]
 
 
 def _entries(plan: _Plan) -> Iterator[tuple[str, str]]:

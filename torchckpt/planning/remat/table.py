@@ -10,11 +10,11 @@ from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from html import escape
+from itertools import groupby
 
 from torchckpt.errors import called
 from torchckpt.planning.draw.canvas import clipped
 from torchckpt.planning.draw.units import aligned, number, percent, prefix, units_of_bytes
-from torchckpt.planning.remat.curve import grouped
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, check_paths, repeats
 from torchckpt.planning.remat.flow.memory import simulate
 
@@ -161,7 +161,8 @@ def _pattern_of(row: Row) -> str:
 
 def _ranges(numbers: Iterable[int]) -> str:
     """``0-13,20``"""
-    ranges = grouped(sorted(numbers), lambda group, sibling: group[-1] == sibling - 1)
+    ascending = groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
+    ranges = ([number for _, number in pairs] for _, pairs in ascending)
     return ",".join(str(group[0]) if len(group) == 1 else f"{group[0]}-{group[-1]}" for group in ranges)
 
 

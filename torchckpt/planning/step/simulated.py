@@ -28,10 +28,9 @@ from torchckpt.planning.step.timeline import Timeline, critical_path, message_of
 from torchckpt.planning.work.block import Block, Link, Links, Stage, Stages, per_boundary, per_stage
 from torchckpt.planning.work.choice import Choice, Choices, State, visit_faults
 from torchckpt.planning.work.host import Host
-from torchckpt.planning.work.move import Boundary, Move
+from torchckpt.planning.work.move import Move
 
 __all__ = ["Step", "simulate", "step_of"]
-
 
 
 @dataclass(frozen=True)
@@ -141,11 +140,6 @@ class Step:
             return list(levels_of(map(self._change, self.schedule.ranks[rank])))
         pieces = levels_of_places(self.places[rank], self.stages)
         return [Level(max(level.highest for level in of_action), of_action[-1].left) for of_action in pieces]
-
-    def boundary_levels(self, rank: int) -> dict[Boundary, Level]:
-        """The bytes of ``rank``, which has moves, from each boundary to the next, and when its piece has ended."""
-        levels = chain.from_iterable(levels_of_places(self.places[rank], self.stages))
-        return {place.boundary: level for place, level in zip(chain.from_iterable(self.places[rank]), levels)}
 
     @property
     def host_peak_bytes(self) -> tuple[float, ...]:

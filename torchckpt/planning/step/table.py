@@ -9,7 +9,6 @@ from os import PathLike
 from typing import Any
 
 from torchckpt.errors import Fault, called, check
-from torchckpt.planning.draw.gantt import gantt
 from torchckpt.planning.draw.svg import svg
 from torchckpt.planning.draw.units import Units, aligned, percent, units_of_clock
 from torchckpt.planning.figures import Drawn, Row, overhead
@@ -274,12 +273,6 @@ class Comparison(Drawn):
             peak = units.of_memory(peaks[self.measured.schedule.placement[stage]])
             stages.append((str(stage), *map(units.of_time, times), peak))
         return f"{table_of(self.rows, units)}\n\n{aligned(stages)}"
-
-    def chart(self, width: int = 160) -> str:
-        """The measured step over the simulated one, as text on one scale of time."""
-        full = max(self.measured.step_seconds, self.simulated.step_seconds)
-        measured, simulated = (gantt(timeline, width, full) for timeline in (self.measured, self.simulated))
-        return f"measured\n{measured}\n\nsimulated\n{simulated}"
 
     def _svg(self) -> str:
         """The measured step over the simulated one, with lines at the step without recomputation and at the bound, both

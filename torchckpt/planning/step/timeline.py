@@ -40,7 +40,6 @@ class Timeline(TimelineFigures, Drawn):
         path: str | PathLike[str] | None = None,
         *,
         budget_bytes: float | Sequence[float] | None = None,
-        units: Units | None = None,
         copies: bool = False,
     ) -> str:
         """The picture as SVG text: who does what when, and the memory that it takes.
@@ -49,9 +48,9 @@ class Timeline(TimelineFigures, Drawn):
 
         Args:
             path: the file to which it is written. Default: none.
-            budget_bytes, units, copies: as of :func:`~torchckpt.planning.draw.svg.svg`.
+            budget_bytes, copies: as of :func:`~torchckpt.planning.draw.svg.svg`.
         """
-        return self._written(path, svg(self, budget_bytes=budget_bytes, units=units or self._units, copies=copies))
+        return self._written(path, svg(self, budget_bytes=budget_bytes, units=self._units, copies=copies))
 
     def __str__(self) -> str:
         schedule, units = self.schedule, self._units

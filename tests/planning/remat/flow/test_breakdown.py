@@ -17,12 +17,16 @@ def small() -> Dataflow:
     return Dataflow((*forward, *backward), (9, 4, 1, 6, 5, 7), 2, frozenset({0}), frozenset({2, 4, 5}))
 
 
+def total(peak: Breakdown) -> int:
+    return sum(peak.results_bytes.values()) + peak.touched_bytes + peak.workspace_bytes + peak.kept_bytes
+
+
 def test_parts_by_hand():
     flow, kinds = small(), {4: "weights", 5: "inputs"}
     assert at_end(flow, kinds) == {"outputs": 1, "weights": 5, "inputs": 7}
     breakdown = at_peak(flow, flow.eager, kinds)
     assert breakdown == Breakdown(4, "dx", {"inputs": 7, "weights": 5, "outputs": 1}, 6, 0, 0)
-    assert breakdown.total_bytes == simulate(flow, flow.eager).peak_bytes == 19
+    assert total(breakdown) == simulate(flow, flow.eager).peak_bytes == 19
 
 
 def test_workspace_and_what_is_kept_are_told_apart():
@@ -37,5 +41,5 @@ def test_parts_add_up_to_the_peak(seed):
     flow = random_flow(seed)
     for schedule in (flow.eager, least(flow).schedule):
         memory = simulate(flow, schedule)
-        assert at_peak(flow, schedule, {}).total_bytes == memory.peak_bytes
+        assert total(at_peak(flow, schedule, {})) == memory.peak_bytes
     assert sum(at_end(flow, {}).values()) == sum(flow.sizes_bytes[s] for s in flow.results if s in flow.writer)

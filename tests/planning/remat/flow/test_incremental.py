@@ -6,11 +6,9 @@ import pytest
 
 from tests.planning.remat.flows import random_dag, random_step
 from tests.planning.remat.random_flows import random_flow
-from torchckpt.planning.remat.flow import profile as profile_module
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, Tables
-from torchckpt.planning.remat.flow.incremental import Draft
+from torchckpt.planning.remat.flow.incremental import Draft, Profile
 from torchckpt.planning.remat.flow.memory import simulate
-from torchckpt.planning.remat.flow.profile import BlockProfile, Profile, profile
 
 
 def peaks_by_position(flow: Dataflow, schedule: Schedule) -> list[int]:
@@ -44,17 +42,11 @@ def during(draft: Draft) -> list[int]:
     return [draft.during.at(position) for position in range(draft.tables.count)]
 
 
-@pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_it_sees_the_memory_that_the_simulator_sees(
-    seed: int, blocks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if blocks:
-        monkeypatch.setattr(profile_module, "_PLAIN", 1)
+def test_it_sees_the_memory_that_the_simulator_sees(seed: int) -> None:
     random = Random(seed)
     for flow in (random_step(12, seed), random_dag(20, seed)):
         draft = Draft(Tables(flow))
-        assert isinstance(draft.during, BlockProfile) == blocks
         assert during(draft) == peaks_by_position(flow, flow.eager)
         for _ in range(15):
             disturb(draft, random, 5)
@@ -88,20 +80,15 @@ def test_the_cost_is_that_of_the_repeats_and_a_trifle_each() -> None:
 def test_blocks_answer_as_a_plain_list_does(seed: int) -> None:
     random = Random(seed)
     values = [random.randrange(100) for _ in range(50)]
-    plain, blocks = Profile(values), BlockProfile(values)
+    blocks = Profile(values)
     for _ in range(200):
         first, end = sorted((random.randrange(51), random.randrange(51)))
         more, limit = random.randrange(-20, 20), random.randrange(150)
-        plain.add(first, end, more)
+        values[first:end] = [value + more for value in values[first:end]]
         blocks.add(first, end, more)
-        assert blocks.most(first, end) == plain.most(first, end)
-        assert blocks.over(first, limit) == plain.over(first, limit)
-        assert [blocks.at(position) for position in range(50)] == [plain.at(position) for position in range(50)]
-
-
-def test_a_long_profile_comes_in_blocks() -> None:
-    assert type(profile([0] * 10)) is Profile
-    assert type(profile([0] * 10_000)) is BlockProfile
+        assert blocks.most(first, end) == max(values[first:end], default=0)
+        assert blocks.over(first, limit) == next((p for p in range(first, 50) if values[p] > limit), 50)
+        assert [blocks.at(position) for position in range(50)] == values
 
 
 @pytest.mark.parametrize("seed", range(6))

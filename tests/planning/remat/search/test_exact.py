@@ -9,10 +9,9 @@ import pytest
 from tests.planning.remat.brute_force import fastest
 from tests.planning.remat.flows import budget_of, chain, mlp, transformer
 from tests.planning.remat.random_flows import random_flow
-from torchckpt.errors import ArgumentError, CheckpointError
+from torchckpt.errors import ArgumentError
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Operation, Schedule
 from torchckpt.planning.remat.flow.memory import simulate
-from torchckpt.planning.remat.search import exact
 from torchckpt.planning.remat.search.exact import optimum
 
 pytest.importorskip("ortools")
@@ -27,12 +26,9 @@ def seconds_of(flow: Dataflow, schedule: Schedule) -> float:
 
 
 def exact_seconds(flow: Dataflow, budget_bytes: int, **options) -> float | None:
-    try:
-        result = optimum(flow, budget_bytes, workers=1, **options)
-    except ArgumentError as error:
-        if "none exists" in str(error):
-            return None
-        raise
+    result = optimum(flow, budget_bytes, workers=1, **options)
+    if result is None:
+        return None
     assert result.proven
     assert simulate(flow, result.schedule).peak_bytes <= budget_bytes
     assert result.seconds == seconds_of(flow, result.schedule) == pytest.approx(result.bound_seconds, rel=1e-5)
@@ -156,24 +152,13 @@ def test_pinned_storages_are_written_once():
 # errors ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_budget_that_nothing_fits_is_an_error():
-    with pytest.raises(exact.Infeasible, match=r"(?s)no schedule was found.*none exists.*budget_bytes=10000004"):
-        optimum(chain(8), 1)
-
-
-def test_no_time_and_no_hint_is_an_error():
+def test_no_schedule_fits_or_none_is_found_in_time():
     flow = mlp(12)
-    with pytest.raises(exact.Infeasible, match=r"none found in 0.0 s"):
-        optimum(flow, budget_of(flow, 0.5), time_limit_seconds=0.0)
+    assert optimum(chain(8), 1) is None
+    assert optimum(flow, budget_of(flow, 0.5), time_limit_seconds=0.0) is None
 
 
 def test_without_ortools_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
     with pytest.raises(ArgumentError, match=r"(?s)OR-tools is missing.*pip install 'torchckpt\[exact\]'"):
         optimum(chain(3), 1)
-
-
-def test_a_schedule_over_the_budget_is_never_returned():
-    flow = chain(3)
-    with pytest.raises(CheckpointError, match=r"(?s)does not count memory as simulate\(\).*5000004 of 1 bytes"):
-        exact._verified(flow, 1, flow.eager)

@@ -15,14 +15,14 @@ run that a repeat runs again.
 """
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
 from torchckpt.planning.remat.flow.dataflow import Schedule, Tables
-from torchckpt.planning.remat.flow.profile import PositionMemory, Profile, profile
 
-__all__ = ["Draft"]
+__all__ = ["Draft", "Profile"]
 
 
 class Draft:
@@ -38,7 +38,6 @@ class Draft:
         self.births: list[set[int]] = [set() for _ in tables.sizes]
         self.readers: list[dict[int, int]] = [{} for _ in tables.sizes]
         self.inside = list(tables.plain_bytes)
-        self._memories: dict[int, PositionMemory] = {}
         self.cost = 0.0
         self.work = 0
         self.log: list[tuple[int, int, bool]] = []
@@ -66,7 +65,7 @@ class Draft:
             for before, after in pairwise(touches):
                 changes[before + 1] += tables.sizes[storage]
                 changes[after] -= tables.sizes[storage]
-        return profile([sum(parts) for parts in zip(accumulate(changes), tables.floor_bytes, self.inside)])
+        return Profile([sum(parts) for parts in zip(accumulate(changes), tables.floor_bytes, self.inside)])
 
     @property
     def peak_bytes(self) -> int:
@@ -113,12 +112,12 @@ class Draft:
 
     def change(self, changes: Iterable[tuple[int, int, bool]]) -> int:
         """Apply several changes: a position, what is repeated there, and whether the repeat is added or removed."""
-        stale: dict[int, set[int]] = {}  # by position, storages that may now be needed after it, or no longer
+        stale = set[int]()  # positions whose storages are touched otherwise now, or needed after them
         for change in changes:
             self.log.append(change)
             self._change(*change, stale)
-        for position, storages in stale.items():
-            inside = self._inside(position, storages)
+        for position in stale:
+            inside = self._inside(position)
             if inside != self.inside[position]:
                 self.during.add(position, position + 1, inside - self.inside[position])
                 self.inside[position] = inside
@@ -146,7 +145,7 @@ class Draft:
         if changes:
             self.change(changes)
 
-    def _change(self, position: int, repeated: int, added: bool, stale: dict[int, set[int]]) -> None:
+    def _change(self, position: int, repeated: int, added: bool, stale: set[int]) -> None:
         tables, sign = self.tables, 1 if added else -1
         self.work += 2
         self.cost += sign * tables.repeat_cost[repeated]
@@ -154,15 +153,11 @@ class Draft:
             insort(self.repeats[position], repeated)
         else:
             self.repeats[position].remove(repeated)
-        here = stale.setdefault(position, set())
-        if position in self._memories:
-            self._memories[position].change(repeated, added)
+        stale.add(position)
         for storage in tables.repeat_writes[repeated]:
-            here.add(storage)
-            stale.setdefault(self._touch(storage, position, 0, sign), set()).add(storage)
+            stale.add(self._touch(storage, position, 0, sign))
         for storage in tables.repeat_reads[repeated]:
-            here.add(storage)
-            stale.setdefault(self._touch(storage, position, sign, 0), set()).add(storage)
+            stale.add(self._touch(storage, position, sign, 0))
 
     def _touch(self, storage: int, position: int, reads: int, births: int) -> int:
         """Change how ``position`` touches ``storage``. Returns the last position before it that touches the storage."""
@@ -198,29 +193,102 @@ class Draft:
             self.during.add(position, position + 1, point * size)
         return before
 
-    def _inside(self, position: int, storages: Iterable[int]) -> int:
-        """The peak bytes at ``position`` of the storages that it touches.
-
-        Args:
-            storages: those that may now be needed after the position, or no longer.
-        """
-        repeats = self.repeats[position]
+    def _inside(self, position: int) -> int:
+        """The peak bytes at ``position`` of the storages that it touches."""
+        tables, repeats = self.tables, self.repeats[position]
         if not repeats:
-            self._memories.pop(position, None)
-            return self.tables.plain_bytes[position]
+            return tables.plain_bytes[position]
         self.work += len(repeats) // 4
-        memory = self._memories.get(position)
-        if memory is None:
-            memory = self._memories[position] = PositionMemory(self.tables, position)
-            for repeated in repeats:
-                memory.change(repeated, added=True)
-            storages = memory.storages()
-        for storage in storages:
-            memory.set_needed_later(storage, self._stays(storage, position))
-        return memory.peak_bytes(repeats)
+        born: dict[int, int] = {}  # what is only read is alive from the start
+        last: dict[int, int] = {}
+        for step, repeated in enumerate(repeats):
+            for storage in tables.repeat_reads[repeated]:
+                last[storage] = step
+            for storage in tables.repeat_writes[repeated]:
+                born[storage] = last[storage] = step
+        end, sizes = len(repeats), tables.sizes
+        last.update(dict.fromkeys(tables.first_touches[position], end))
+        born.update(dict.fromkeys(tables.first_writes[position], end))
+        if position == tables.forward - 1:
+            last.update(dict.fromkeys(tables.staying, end))
+        changes = [0] * (end + 2)
+        for storage, step in last.items():
+            changes[born.get(storage, 0)] += sizes[storage]
+            touches = self.touches[storage]
+            after = bisect_right(touches, position)
+            if step < end and (after == len(touches) or touches[after] in self.births[storage]):  # it does not stay
+                changes[step + 1] -= sizes[storage]
+        peak = alive = 0
+        for repeated, change in zip(repeats, changes):
+            alive += change
+            if alive + tables.repeat_extra_bytes[repeated] > peak:
+                peak = alive + tables.repeat_extra_bytes[repeated]
+        return max(peak, alive + changes[end] + tables.first_extra_bytes[position])
 
     def _stays(self, storage: int, position: int) -> bool:
         """Whether ``storage`` is still alive when ``position`` ends, for a later one."""
         touches = self.touches[storage]
         index = bisect_right(touches, position)
         return index < len(touches) and touches[index] not in self.births[storage]
+
+
+class Profile:
+    """The bytes of each position, with quick changes and maxima of ranges of positions.
+
+    Square root decomposition: a change of a range takes O(sqrt(n)), as whole blocks change by one number each.
+    """
+
+    def __init__(self, values: Sequence[int]) -> None:
+        self.values = list(values)
+        self.block = max(1, math.isqrt(len(values)))
+        starts = range(0, len(values), self.block)
+        self.tops = [max(self.values[start:start + self.block]) for start in starts]
+        """The maximum of each block."""
+        self.offsets = [0] * len(starts)
+        """For each block, the number to add to its :attr:`values`."""
+
+    def at(self, position: int) -> int:
+        return self.values[position] + self.offsets[position // self.block]
+
+    def add(self, first: int, end: int, more: int) -> None:
+        """Add ``more`` to the positions from ``first`` up to, not including, ``end``."""
+        if first >= end:
+            return
+        left, right = first // self.block, (end - 1) // self.block
+        if left == right:
+            self._add_within(left, first, end, more)
+            return
+        self._add_within(left, first, (left + 1) * self.block, more)
+        self._add_within(right, right * self.block, end, more)
+        self.offsets[left + 1:right] = [offset + more for offset in self.offsets[left + 1:right]]
+        self.tops[left + 1:right] = [top + more for top in self.tops[left + 1:right]]
+
+    def _add_within(self, block: int, first: int, end: int, more: int) -> None:
+        self.values[first:end] = [value + more for value in self.values[first:end]]
+        start = block * self.block
+        self.tops[block] = max(self.values[start:start + self.block]) + self.offsets[block]
+
+    def most(self, first: int, end: int) -> int:
+        """The maximum of the positions from ``first`` up to, not including, ``end``; 0 if there are none."""
+        if first >= end:
+            return 0
+        left, right = first // self.block, (end - 1) // self.block
+        if left == right:
+            return max(self.values[first:end]) + self.offsets[left]
+        edges = (
+            max(self.values[first:(left + 1) * self.block]) + self.offsets[left],
+            max(self.values[right * self.block:end]) + self.offsets[right],
+        )
+        return max(*edges, *self.tops[left + 1:right])
+
+    def over(self, first: int, limit: int) -> int:
+        """The first position from ``first`` on with more than ``limit``; the number of positions if there is none."""
+        block = first // self.block
+        while block < len(self.tops):
+            if self.tops[block] > limit:
+                least, end = limit - self.offsets[block], min(len(self.values), (block + 1) * self.block)
+                for position in range(max(first, block * self.block), end):
+                    if self.values[position] > least:
+                        return position
+            block += 1
+        return len(self.values)

@@ -135,10 +135,6 @@ class Breakdown:
     workspace_bytes: int
     kept_bytes: int
 
-    @property
-    def total_bytes(self) -> int:
-        return sum(self.results_bytes.values()) + self.touched_bytes + self.workspace_bytes + self.kept_bytes
-
 
 def at_peak(flow: Dataflow, schedule: Schedule, kinds: Mapping[int, str]) -> Breakdown:
     """The breakdown at the step of peak memory; if there are several, at the first.

@@ -27,16 +27,18 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, TypeAlias
 
-from torchckpt.errors import ArgumentError, CheckpointError, Fault, called
-from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, Tables, runs
+from torchckpt.errors import ArgumentError, Fault
+from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, Tables
 from torchckpt.planning.remat.flow.memory import simulate
+from torchckpt.planning.remat.search.planner import solution
 
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpModel, CpSolver, IntVar
 
-__all__ = ["Exact", "Infeasible", "Retention", "optimum"]
+__all__ = ["Exact", "Retention", "optimum"]
 
 _Literal: TypeAlias = "IntVar | bool"
 
@@ -44,10 +46,6 @@ _FINEST = 1_000_000
 """The solver counts in whole numbers. If seconds have no common unit, the unit is the step divided by this."""
 _DEPTH = 3
 """How far back [5] goes: the inputs of v, their inputs, and so on."""
-
-
-class Infeasible(ArgumentError):
-    """No schedule fits, or none was found in time."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,6 @@ class Exact:
     proven: bool
 
 
-@called("optimum()")
 def optimum(
     flow: Dataflow,
     budget_bytes: int,
@@ -73,7 +70,7 @@ def optimum(
     workers: int = 2,
     hint: Schedule | None = None,
     pinned: Set[int] = frozenset(),
-) -> Exact:
+) -> Exact | None:
     """The fastest schedule whose peak, as :func:`simulate` counts it, is at most ``budget_bytes``.
 
     It is the fastest one with the same order of first runs as ``hint``; the bound holds for these schedules only.
@@ -82,6 +79,9 @@ def optimum(
     a faster schedule; the planner tries some. To plan, use the planner; this function tells how good its schedule is.
 
     OR-tools' CP-SAT solves it as an integer programme: see :class:`Retention`.
+
+    Returns:
+        None if no schedule fits, or none was found in time and ``hint`` does not fit.
 
     Args:
         time_limit_seconds: the solver stops after that, with the best schedule and bound so far. Default: 60.
@@ -104,7 +104,6 @@ def optimum(
         Exact(schedule=(0, 1, 2, 3, 4, 0, 5), seconds=7.0, bound_seconds=7.0, proven=True)
 
     Raises:
-        Infeasible: no schedule fits, or none was found in time and ``hint`` does not fit.
         ArgumentError: OR-tools is not installed.
     """
     try:
@@ -131,27 +130,12 @@ def optimum(
     status = solver.solve(model)
     schedules = [] if hinted is None else [hinted]
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        schedules.append(_verified(flow, budget_bytes, programme.schedule(solver)))
+        schedules.append(programme.schedule(solver))
     if not schedules:
-        raise _nothing(flow, budget_bytes, time_limit_seconds, status == cp_model.INFEASIBLE)
-    timed = [(sum(operation.seconds for operation in runs(flow, schedule)), schedule) for schedule in schedules]
-    seconds, best = min(timed, key=lambda pair: pair[0])
+        return None
+    best = min((solution(flow, schedule) for schedule in schedules), key=attrgetter("seconds"))
     bound = flow.seconds + max(0.0, solver.best_objective_bound * unit)
-    return Exact(best, seconds, min(bound, seconds), status == cp_model.OPTIMAL)
-
-
-def _verified(flow: Dataflow, budget_bytes: int, schedule: Schedule) -> Schedule:
-    peak_bytes = simulate(flow, schedule).peak_bytes
-    if peak_bytes > budget_bytes:
-        rule, received = "the solver does not count memory as simulate() does", f"{peak_bytes} of {budget_bytes} bytes"
-        raise CheckpointError(str(Fault(rule, received, "fit(flow, budget_bytes), and a report of this")))
-    return schedule
-
-
-def _nothing(flow: Dataflow, budget_bytes: int, time_limit_seconds: float, proven: bool) -> Infeasible:
-    within = "none exists" if proven else f"none found in {time_limit_seconds} s"
-    works = f"budget_bytes={simulate(flow, flow.eager).peak_bytes}"
-    return Infeasible(str(Fault("no schedule was found within the budget", f"{budget_bytes} bytes: {within}", works)))
+    return Exact(best.schedule, best.seconds, min(bound, best.seconds), status == cp_model.OPTIMAL)
 
 
 def _measure(costs: Sequence[float], step_seconds: float) -> float:
