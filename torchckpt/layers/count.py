@@ -129,7 +129,7 @@ class Counter:
         self._note(Kind.REPLAY, call)
         yield
         if self._is_blind:
-            self._live.note([tensor for tensor, _ in frame.recomputed or ()])
+            self._live.note([tensor for saved in frame.recomputed for tensor, _ in saved])
         self._note(Kind.BACKWARD, call)
 
     def backward(self, call: int) -> None:

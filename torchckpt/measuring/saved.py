@@ -64,7 +64,7 @@ class RegionBytes:
     def replayed(self, region: int, frame: Frame) -> None:
         """Count the saved tensors of a region. Call it right after the replay."""
         self._pass_over_parameters()  # which may be gathered from other ranks only now
-        self._inner_bytes[region] = self._claimed([tensor for tensor, _ in frame.recomputed or ()])
+        self._inner_bytes[region] = self._claimed([tensor for saved in frame.recomputed for tensor, _ in saved])
 
     def _pack(self, tensor: Tensor) -> Tensor:
         whole = tensor if tensor._base is None else tensor._base

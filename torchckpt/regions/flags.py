@@ -48,8 +48,7 @@ class _Thread:
 class _Local(threading.local):
     def __init__(self) -> None:
         self.thread = _Thread()
-        """What this thread is doing: an object, since to set an attribute of a thread-local takes a hundred times as
-        long."""
+        """What this thread is doing: one object, since an attribute of a thread-local takes longer to set."""
 
 
 local = _Local()

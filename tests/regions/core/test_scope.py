@@ -390,9 +390,9 @@ def test_replays_are_told_by_number():
 
     @contextlib.contextmanager
     def around(number, frame):
-        told.append((number, frame.recomputed is not None))
+        told.append((number, bool(frame.recomputed)))
         yield
-        told.append((number, frame.recomputed is not None))
+        told.append((number, bool(frame.recomputed)))
 
     scope = Scope({1}, around)
     with scope.entered():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
@@ -75,8 +76,8 @@ class Frame:
         self._returned = False  # whether the forward has returned: no slots will be added
         self._sync_point: SyncPoint | None = None
         self._lock = _RLock()
-        self.recomputed: SavedTensors | None = None
-        """The tensors that the replay saved, until they are in their slots."""
+        self.recomputed: deque[SavedTensors] = deque()
+        """At most one element, passed from replay to backward: the tensors that the replay saved."""
         self.around: Around | None = None
         """A context entered around the replay; it gets the frame, which then has ``recomputed``."""
         self.kept: KeptCalls | None = None
@@ -133,13 +134,13 @@ class Frame:
         """Run the replay. Idempotent: the first caller does the work, others wait for it and find it done."""
         with self._lock:
             call, slots = self._call, self._slots
-            if call is None or self.recomputed is not None or not slots or slots[-1].tensor is not None:
+            if call is None or self.recomputed or not slots or slots[-1].tensor is not None:
                 return
             if self.around is None:
-                self.recomputed = self._replay(call, slots)
+                self.recomputed.append(self._replay(call, slots))
             else:
                 with self.around(self):
-                    self.recomputed = self._replay(call, slots)
+                    self.recomputed.append(self._replay(call, slots))
             if call.devices:
                 self._sync_point = SyncPoint(call.devices)  # before slots are filled, which are read without the lock
             if self._returned:
@@ -150,12 +151,11 @@ class Frame:
     def fill_slots(self) -> None:
         """Move the recomputed tensors into their slots. From then on each lives as long as the node that saved it."""
         with self._lock:
-            if self.recomputed is None:
+            if not self.recomputed:
                 return
-            for slot, (tensor, version) in zip(self._slots, self.recomputed):
+            for slot, (tensor, version) in zip(self._slots, self.recomputed.popleft()):
                 if slot.tensor is None:
                     slot.version, slot.tensor = version, tensor
-            self.recomputed = None
             if self._call is None:
                 self._slots = []
 
