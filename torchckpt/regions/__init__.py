@@ -39,7 +39,7 @@ The code cites the numbers of this drawing:
 [3], [6] and [7] stand between two stages of a ``Pipe`` on accelerators. There the phony of [5] is joined to a later
 micro-batch, if it can to that one's [1]. ``Checkpointing.recompute`` places [4], [5] and [8] at one point.
 
-``Frame`` connects forward and backward. It keeps the inputs (``Boundary``), the settings and the random numbers that the
+``Frame`` connects forward and backward. It keeps the inputs (``Boundary``), the settings and random numbers that the
 forward started with (``Call``), and passes what the replay saved through a deque of one element:
 
      forward ──► frame's call ──► replay ──► frame.recomputed ──► backward
