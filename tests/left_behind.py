@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook as any_global_hook
 
 from torchckpt import is_checkpointing, is_recomputing
-from torchckpt.regions.flags import thread
+from torchckpt.regions.flags import local
 from torchckpt.regions.private import dispatch_modes_are_active, function_modes, hooks_in_force
 
 __all__ = ["module_state", "nothing_left_behind", "thread_state"]
@@ -21,7 +21,7 @@ def thread_state() -> dict[str, Any]:
     """All that a region changes for a while in its thread, and in the process."""
     return {
         "flags": (is_checkpointing(), is_recomputing()),
-        "thread": (thread.flags, thread.scope, thread.norms, thread.tracing),
+        "thread": (local.thread.flags, local.thread.scope, local.thread.norms, local.thread.tracing),
         "grad mode": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
         "hooks": hooks_in_force(True),
         "modes": (dispatch_modes_are_active(), len(function_modes())),

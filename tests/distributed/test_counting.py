@@ -23,9 +23,9 @@ def counted(function, *before, module=_NOTHING, keep=False):
     old = {storage for tensor in before for storage in storage_of(tensor)}
 
     @contextmanager
-    def around(region, recomputed):
+    def around(region, frame):
         yield
-        scope.replayed(region, recomputed)
+        scope.replayed(region, frame)
 
     scope = CountingScope(keep, around, module, lambda storage: storage not in old)
     with scope.entered():

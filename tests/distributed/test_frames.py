@@ -10,7 +10,7 @@ from torchckpt import checkpoint
 from torchckpt.distributed.ahead import Frames
 from torchckpt.planning import Choice, State
 from torchckpt.regions.core.scope import Scope
-from torchckpt.regions.flags import thread
+from torchckpt.regions.flags import local
 from torchckpt.testing import count_recomputes
 
 NOTHING_SHARDED = nn.Identity()
@@ -142,7 +142,7 @@ def test_forward_that_raises_leaves_nothing_behind():
     with pytest.raises(ValueError, match="no more"):
         fails()
     assert waiting(frames, 0) == []
-    assert thread.scope is None
+    assert local.thread.scope is None
 
 
 def test_regions_outside_of_a_forward_are_no_ones():

@@ -9,7 +9,7 @@ from tests.graph.traced import joint_of
 from tests.helpers import leaf
 from torchckpt.graph import mark, region
 from torchckpt.graph.annotations import Tracing, is_tracing, mark_of, module_of, regions_of
-from torchckpt.regions.flags import thread
+from torchckpt.regions.flags import local
 
 
 @pytest.fixture
@@ -95,9 +95,9 @@ def test_tracing_is_of_the_thread_and_nests():
     with Tracing() as outer:
         assert is_tracing()
         with Tracing() as inner:
-            assert thread.tracing is inner
-        assert thread.tracing is outer
-    assert thread.tracing is None
+            assert local.thread.tracing is inner
+        assert local.thread.tracing is outer
+    assert local.thread.tracing is None
 
 
 def test_alias_that_is_returned_is_what_was_marked():

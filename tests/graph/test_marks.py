@@ -13,7 +13,7 @@ from torchckpt import graph
 from torchckpt.errors import ArgumentError
 from torchckpt.graph import mark, region, sequential
 from torchckpt.graph.annotations import Region
-from torchckpt.regions.flags import thread
+from torchckpt.regions.flags import local
 
 
 @pytest.fixture
@@ -280,7 +280,7 @@ def test_regions_of_a_traced_call_end_with_an_error(x):
 
     with pytest.raises(KeyError, match="inside"):
         plan_of(function, x)
-    assert thread.tracing is None
+    assert local.thread.tracing is None
     assert plan_of(lambda x: x.sin().exp().sum(), x).recomputed == ()
 
 

@@ -18,7 +18,7 @@ from torch.nn.functional import mse_loss
 import torchckpt
 from tests.pipe.skips import Pop, Stash
 from torchckpt.pipe import batchnorm, skip
-from torchckpt.regions.flags import thread
+from torchckpt.regions.flags import local
 from torchckpt.regions.private import hooks_in_force
 
 PACKAGE = str(Path(torchckpt.__file__).parent)
@@ -100,6 +100,6 @@ def test_an_interrupt_at_any_line_leaves_all_as_before(run: Any) -> None:
         assert not batchnorm._under_way, interrupts.where
         assert skip._current.get() is skips, interrupts.where
         assert hooks_in_force(False) is None, interrupts.where
-        assert thread.flags == (False, False, None), interrupts.where
+        assert local.thread.flags == (False, False, None), interrupts.where
         run(pipe, x)
         assert_same(state(pipe), after, interrupts.where)

@@ -10,7 +10,6 @@ has nothing to do, and the recompute needs nothing that is still to come::
 """
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -42,7 +41,7 @@ from torchckpt.planning.order.schedule import Visit
 from torchckpt.planning.step.measured import measured_timeline
 from torchckpt.planning.step.quickest import quickest_of
 from torchckpt.planning.step.table import Comparison, compare
-from torchckpt.regions.core.frame import Frame, SavedTensors
+from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.scope import Scope
 
 __all__ = ["MEASURED_STEPS", "SAME", "Frames", "RecomputeAhead"]
@@ -181,13 +180,13 @@ class RecomputeAhead(Runtime):
             raise_without_regions(visit[0], self._stage_by_index[visit[0]].submod, outputs)
 
     @contextmanager
-    def _replaying(self, visit: Visit, region: int, recomputed: deque[SavedTensors]) -> Iterator[None]:
-        """A context around the replay of a region, which fills ``recomputed``."""
+    def _replaying(self, visit: Visit, region: int, frame: Frame) -> Iterator[None]:
+        """A context around the replay of a region, which fills ``frame.recomputed``."""
         with self._record.replaying(visit, region):
             yield
         counted_visit, scope = self._counting.get(visit[0], (None, None))
         if scope is not None and counted_visit == visit:
-            scope.replayed(region, recomputed)
+            scope.replayed(region, frame)
 
     # how ------------------------------------------------------------------------------------------------------------
 

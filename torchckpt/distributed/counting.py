@@ -1,7 +1,6 @@
 """Counting: a scope that counts the bytes that the regions of a stage save."""
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchckpt.measuring.saved import RegionBytes
 from torchckpt.planning import Stage, fixed
-from torchckpt.regions.core.frame import Frame, SavedTensors
+from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.core.scope import AroundRegion, Keep, Scope
 from torchckpt.typing import Function
@@ -55,6 +54,6 @@ class CountingScope(Scope):
         with super().entered(), self._bytes.counted():
             yield
 
-    def replayed(self, region: int, recomputed: deque[SavedTensors]) -> None:
+    def replayed(self, region: int, frame: Frame) -> None:
         """Count the saved tensors of a region. Call it right after the replay."""
-        self._bytes.replayed(region, recomputed)
+        self._bytes.replayed(region, frame)

@@ -135,7 +135,7 @@ class AllMoved(Scope):
         return super().run(function, args, kwargs, options)
 
     def _forward(self, region: Moved, function: Function, *args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if self._live.allocator or not self._live.looks else self._live:
+        with nullcontext() if self._live.allocator else self._live.watching():
             self._live.begin()
             outputs = region.forward(function, args, kwargs)
         highest = self._live.highest()

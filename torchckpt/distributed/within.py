@@ -15,7 +15,6 @@ Operators are watched in the steps that count bytes: these, and the second one o
 from __future__ import annotations
 
 import gc
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -44,7 +43,7 @@ from torchckpt.planning.order.schedule import Visit
 from torchckpt.planning.plan import PipelinePlan
 from torchckpt.planning.plan.run.fit_measured import PlannedStep, with_levels
 from torchckpt.planning.step.measured import Spans, measured_timeline
-from torchckpt.regions.core.frame import SavedTensors
+from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.scope import Scope
 from torchckpt.regions.live import LiveStorages
 from torchckpt.regions.moved.copies import copies_of, goes_from
@@ -247,13 +246,13 @@ class RecomputeWithin(RecomputeAhead):
             )
 
     @contextmanager
-    def _replaying(self, visit: Visit, region: int, recomputed: deque[SavedTensors]) -> Iterator[None]:
+    def _replaying(self, visit: Visit, region: int, frame: Frame) -> Iterator[None]:
         live = self._live_bytes
         if live is not None:
             live.replays()
             if self._is_in_pieces:
                 live.passes(region + 1)
-        with super()._replaying(visit, region, recomputed):
+        with super()._replaying(visit, region, frame):
             yield
         if live is not None and self._is_in_pieces:
             live.passes(region, is_replay=True)

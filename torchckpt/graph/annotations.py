@@ -23,7 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, brief, called, raise_fault
-from torchckpt.regions.flags import thread
+from torchckpt.regions.flags import local
 
 __all__ = [
     "Region", "Tracing", "hide_marks", "is_tracing", "mark", "mark_of", "module_of", "named_modules", "region",
@@ -45,7 +45,7 @@ _ITEM = re.compile(r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]")
 
 
 class Tracing:
-    """The value of ``thread.tracing`` while a call is traced.
+    """The value of ``local.thread.tracing`` while a call is traced.
 
     It numbers the regions that the call enters, and remembers the original of each alias that a mark makes.
     """
@@ -71,16 +71,16 @@ class Tracing:
         self._aliases.clear()
 
     def __enter__(self) -> Tracing:
-        self._before, thread.tracing = thread.tracing, self
+        self._before, local.thread.tracing = local.thread.tracing, self
         return self
 
     def __exit__(self, *raised: object) -> None:
-        thread.tracing = self._before
+        local.thread.tracing = self._before
 
 
 def is_tracing() -> bool:
     """Whether calls of this thread are traced now, by the graph level or by Dynamo."""
-    return torch.compiler.is_dynamo_compiling() or thread.tracing is not None
+    return torch.compiler.is_dynamo_compiling() or local.thread.tracing is not None
 
 
 # what users write -----------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def mark(value: T, name: str = "") -> T:
             raise_fault(Fault("the name of the mark is not a string", brief(name), 'graph.mark(h, "h")'))
     if not is_tracing():
         return value
-    tracing = None if torch.compiler.is_dynamo_compiling() else thread.tracing
+    tracing = None if torch.compiler.is_dynamo_compiling() else local.thread.tracing
     with annotate({_MARK: name}):
         if isinstance(tracing, Tracing):
             return pytree.tree_map_only(Tensor, lambda tensor: tracing.mark(tensor, name), value)  # type: ignore[no-any-return]
@@ -209,7 +209,7 @@ def _inside_region(name: str) -> AbstractContextManager[None]:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # untyped in torch
 def _number() -> str:
     """A number that no other region of this trace has; Dynamo calls this function while it traces."""
-    tracing = thread.tracing
+    tracing = local.thread.tracing
     return str(next(tracing.regions if isinstance(tracing, Tracing) else _DYNAMO))
 
 
@@ -268,21 +268,21 @@ def named_modules(root: nn.Module, at_end: Callable[[], None] = lambda: None) ->
     """
     names = {module: name for name, module in root.named_modules() if name}
     entered: list[AbstractContextManager[None]] = []
-    tracing = thread.tracing
+    tracing = local.thread.tracing
 
     def enter(module: nn.Module, arguments: Any) -> None:
         if torch.compiler.is_dynamo_compiling():  # a branch of torch.cond
             return
-        if module in names and thread.tracing is tracing:
+        if module in names and local.thread.tracing is tracing:
             entered.append(annotate({_MODULE: names[module]}))
             entered[-1].__enter__()
 
     def leave(module: nn.Module, arguments: Any, outputs: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
             return
-        if module in names and thread.tracing is tracing:
+        if module in names and local.thread.tracing is tracing:
             entered.pop().__exit__(None, None, None)
-        elif module is root and thread.tracing is tracing:
+        elif module is root and local.thread.tracing is tracing:
             at_end()
 
     hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from itertools import accumulate, pairwise
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from torchckpt.layers.took import Call, Key, Took
 from torchckpt.measuring.live import Watch
+from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.devices import Clock
 from torchckpt.regions.live import LiveStorages
 from torchckpt.regions.moved.region import LEAST_BYTES
@@ -121,14 +122,14 @@ class Counter:
         self._going.difference_update(key for tensor in tensors_in(outputs) for key in storage_of(tensor))
 
     @contextmanager
-    def replay(self, call: int, recomputed: Collection[list[tuple[Tensor, int]]]) -> Iterator[None]:
-        """A context around the replay of a call, which fills ``recomputed``."""
+    def replay(self, call: int, frame: Frame) -> Iterator[None]:
+        """A context around the replay of a call, which fills ``frame.recomputed``."""
         self._settle()
         self._in_backward()
         self._note(Kind.REPLAY, call)
         yield
         if self._is_blind:
-            self._live.note([tensor for saved in recomputed for tensor, _ in saved])
+            self._live.note([tensor for saved in frame.recomputed for tensor, _ in saved])
         self._note(Kind.BACKWARD, call)
 
     def backward(self, call: int) -> None:

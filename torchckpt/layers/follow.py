@@ -33,7 +33,7 @@ from torchckpt.modules import is_compiled
 from torchckpt.planning import Kind
 from torchckpt.regions.core.checkpointing import refuse_transforms, run
 from torchckpt.regions.core.options import Options
-from torchckpt.regions.flags import thread
+from torchckpt.regions.flags import local
 from torchckpt.regions.moved.driven import Driven
 from torchckpt.regions.private import hooks_in_force, is_exporting, keep_from_dynamo, running_node
 from torchckpt.regions.wrap.mixin import COMPILED
@@ -193,7 +193,7 @@ def _is_alone() -> bool:
     """Whether this thread is in no region, also of torch, no schedule, and no trace."""
     hooks = hooks_in_force(True)
     is_in_torch = hooks is not None and getattr(hooks[0], "__module__", None) == torch.utils.checkpoint.__name__
-    return not (any(thread.flags[:2]) or is_in_torch or thread.scope is not None or is_exporting())
+    return not (any(local.thread.flags[:2]) or is_in_torch or local.thread.scope is not None or is_exporting())
 
 
 def _device_of(module: nn.Module, *tree: Any) -> torch.device:

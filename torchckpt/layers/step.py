@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from torchckpt.layers.count import Counter
 from torchckpt.layers.known import Foreseen, KnownStep, ran_out
 from torchckpt.measuring.shapes import Shapes
 from torchckpt.planning import Kind
-from torchckpt.regions.core.frame import Frame, SavedTensors
+from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.moved.driven import Driven
 from torchckpt.regions.moved.region import Moved
@@ -183,10 +182,10 @@ class Step:
             raise torch.OutOfMemoryError(f"{error}\n{CALLER}: {ran_out(self.known)}") from error
 
     @contextmanager
-    def replaying(self, call: int, recomputed: deque[SavedTensors]) -> Iterator[None]:
-        """A context around the replay of a call, which fills ``recomputed``."""
+    def replaying(self, call: int, frame: Frame) -> Iterator[None]:
+        """A context around the replay of a call, which fills ``frame.recomputed``."""
         try:
-            with PLAIN if self.counter is None else self.counter.replay(call, recomputed):
+            with PLAIN if self.counter is None else self.counter.replay(call, frame):
                 yield
         except BaseException as error:
             self.failed(error)

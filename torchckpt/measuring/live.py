@@ -65,10 +65,7 @@ class LiveBytes(LiveStorages):  # type: ignore[no-untyped-call]  # in torch
     @contextmanager
     def entered(self) -> Iterator[None]:
         """A context around the step."""
-        if self.looks:
-            with self:
-                yield
-        else:
+        with self.watching():
             yield
         self.reaches(None)
 

@@ -57,9 +57,10 @@ class Record:
     def begin(self) -> None:
         self._current, self._current_replays = [], []
 
-    def due(self) -> None:
-        """Note that the next action is due: from now on the rank waits for it to start."""
+    def due(self) -> Stamp:
+        """Note that the next action is due: from now on the rank waits for it to start. Returns the time."""
         self._due = self._clock.stamp()
+        return self._due
 
     def now(self) -> Stamp:
         return self._clock.stamp()

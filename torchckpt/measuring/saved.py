@@ -1,7 +1,6 @@
 """Saved: the bytes that one visit of a stage saves, by region."""
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchckpt.planning import Stage, fixed
-from torchckpt.regions.core.frame import SavedTensors
+from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.private import look_through
 from torchckpt.regions.saved import storage_of
 
@@ -29,7 +28,7 @@ class RegionBytes:
     """
 
     def __init__(self, modules: Iterable[nn.Module], is_new: Callable[[StorageWeakRef], bool]) -> None:
-        self._modules, self._is_new, self._is_inside = tuple(modules), is_new, False
+        self._modules, self._is_new, self.is_in_region = tuple(modules), is_new, False
         self._before_bytes = self._after_bytes = 0.0  # outside of regions
         self._boundary_bytes: list[float] = []  # by region, what stays if it is recomputed
         self._inner_bytes: list[float] = []  # by region, what stays beside that if it is kept
@@ -45,10 +44,6 @@ class RegionBytes:
         )
         return Stage(tuple(blocks), fixed(saved_bytes=self._before_bytes), fixed(saved_bytes=self._after_bytes))
 
-    @property
-    def is_in_region(self) -> bool:
-        return self._is_inside
-
     @contextmanager
     def counted(self) -> Iterator[None]:
         """A context around the forward of the stage."""
@@ -58,23 +53,23 @@ class RegionBytes:
     @contextmanager
     def region(self) -> Iterator[None]:
         """A context around the forward of a region."""
-        self._is_inside = True
+        self.is_in_region = True
         self._boundary_bytes.append(0.0)
         self._inner_bytes.append(0.0)
         try:
             yield
         finally:
-            self._is_inside = False
+            self.is_in_region = False
 
-    def replayed(self, region: int, recomputed: deque[SavedTensors]) -> None:
+    def replayed(self, region: int, frame: Frame) -> None:
         """Count the saved tensors of a region. Call it right after the replay."""
         self._pass_over_parameters()  # which may be gathered from other ranks only now
-        self._inner_bytes[region] = self._claimed([tensor for saved in recomputed for tensor, _ in saved])
+        self._inner_bytes[region] = self._claimed([tensor for saved in frame.recomputed for tensor, _ in saved])
 
     def _pack(self, tensor: Tensor) -> Tensor:
         whole = tensor if tensor._base is None else tensor._base
         claimed_bytes = 0.0 if isinstance(whole, nn.Parameter) else self._claimed([tensor])
-        if self._is_inside:  # a region's forward saves only its boundary
+        if self.is_in_region:  # a region's forward saves only its boundary
             self._boundary_bytes[-1] += claimed_bytes
         elif not self._boundary_bytes:
             self._before_bytes += claimed_bytes

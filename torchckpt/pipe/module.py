@@ -29,7 +29,7 @@ from torchckpt.pipe.partition import (
 )
 from torchckpt.pipe.run.pipeline import run_pipeline
 from torchckpt.pipe.run.regions import Regions
-from torchckpt.pipe.run.step import Record, Step, one_ahead
+from torchckpt.pipe.run.step import Step, Took, one_ahead, timeline_of
 from torchckpt.planning import Kind, Timeline
 from torchckpt.planning.budget import Bytes
 from torchckpt.planning.plan import PipelinePlan
@@ -131,7 +131,7 @@ class Pipe(nn.Module):
         self.devices = [indexed(torch.device(device)) for device in devices] if devices else None
         by_itself = even_balance(len(layers), len(devices)) if devices else balance_by_device(layers)
         self.balance = list(balance or by_itself)
-        self._last_step: Record | None = None
+        self._last_step: Took | None = None
         self._in_place: dict[tuple[int, int], ChangedInputs] = {}
         self._logged: set[int] = set()  # the numbers of micro-batches that were logged
         self._modules.update(module._modules)  # directly: add_module refuses names that are attributes
@@ -231,7 +231,7 @@ class Pipe(nn.Module):
             with explained, torch.inference_mode(False), torch.enable_grad(), self._statistics(), watched:
                 step = self._step(args, kwargs, loss_fn, reduce)
                 loss = step.run()
-                self._last_step = step.record
+                self._last_step = step.took
                 return loss
         except BaseException:  # of the end of the block, too, which updates statistics
             self._last_step = last_step
@@ -267,7 +267,7 @@ class Pipe(nn.Module):
             works = "pipe.step(x, target, loss_fn=loss_fn); pipe.timeline()"
             with called("Pipe.timeline()"):
                 raise_fault(Fault("no step has run yet", "timeline() before step()", works))
-        return self._last_step.timeline()
+        return timeline_of(self._last_step)
 
     @property
     def plan(self) -> PipelinePlan | None:

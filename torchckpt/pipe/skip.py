@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from torchckpt.errors import Fault, RecomputationError, called, raise_fault
-from torchckpt.regions.flags import thread
+from torchckpt.regions.flags import local
 from torchckpt.regions.state.layout import version_of
 from torchckpt.tensors import tensors_of
 
@@ -76,14 +76,14 @@ class _Plain:
         self._kept: dict[Name, Tensor] = {}
 
     def stash(self, name: Name, tensor: Tensor) -> None:
-        replay = thread.flags[2]
+        replay = local.thread.flags[2]
         if replay is None:
             self._kept[name] = tensor
         else:  # kept with the replay, which may end before it pops them
             replay.skips = {**getattr(replay, "skips", {}), name: tensor}
 
     def pop(self, name: Name) -> Tensor:
-        replay = thread.flags[2]
+        replay = local.thread.flags[2]
         if replay is not None:
             replayed: dict[Name, Tensor] = getattr(replay, "skips", {})
             if name in replayed:

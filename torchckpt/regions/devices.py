@@ -45,8 +45,10 @@ def accelerators_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torc
 def current_accelerators() -> tuple[torch.device, ...]:
     """The accelerator that is current; none where it is not initialized, so that nothing can run on it."""
     kind = accelerator_type()
-    is_initialized: Callable[[], bool] = getattr(getattr(torch, kind or "", None), "is_initialized", lambda: True)
-    return (torch.device(kind, torch.accelerator.current_device_index()),) if kind and is_initialized() else ()
+    if kind is None:
+        return ()
+    is_initialized: Callable[[], bool] = getattr(getattr(torch, kind, None), "is_initialized", lambda: True)
+    return (torch.device(kind, torch.accelerator.current_device_index()),) if is_initialized() else ()
 
 
 def accelerators_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.device, ...]:

@@ -9,26 +9,22 @@ from torch import Tensor, nn
 
 from torchckpt.typing import Function
 
-__all__ = ["Replay", "is_checkpointing", "is_recomputing", "thread"]
+__all__ = ["Replay", "is_checkpointing", "is_recomputing", "local"]
 
 
 class Replay(list[nn.Module]):
     """The state of one running replay: a list of the norm layers that now hold copies of their buffers (norms.py)."""
 
-    __slots__ = ("compiles", "made", "ran", "skips", "watched")
-
     made: set[int | None]
     """Keys of the storages that it has made. Only set where a dispatch mode runs that did not run in the forward."""
     skips: dict[Any, Any]
     """The skips that layers have stashed in this replay (torchckpt.pipe.skip). Not set until the first one."""
-
-    def __init__(self, ran: dict[nn.Module, Mapping[str, Tensor]]) -> None:
-        self.ran = ran
-        """The norm layers that the forward has run, each with copies of its buffers from before, or with nothing."""
-        self.compiles = False
-        """Whether Dynamo has compiled code in it."""
-        self.watched: list[nn.Module] = []
-        """The norm layers that have hooks, by which they are lent copies."""
+    ran: Mapping[nn.Module, Mapping[str, Tensor]]
+    """The norm layers that the forward has run, each with copies of its buffers from before, or with nothing."""
+    watched: list[nn.Module]
+    """The norm layers that have hooks, by which they are lent copies. Set where ``ran`` has any."""
+    compiles = False
+    """Whether Dynamo has compiled code in it."""
 
 
 class EntersRegions(Protocol):
@@ -38,17 +34,24 @@ class EntersRegions(Protocol):
         """Run a region. Return its outputs, and its frame or None."""
 
 
-class _Thread(threading.local):
-    flags: tuple[bool, bool, Replay | None] = False, False, None
-    """Whether it runs a forward of a region; whether it replays one; and that replay."""
-    scope: EntersRegions | None = None
-    norms: list[nn.Module] | None = None
-    """The norm layers found so far in the forward that it runs (norms.py)."""
-    order: Any = None  # when the regions that it moves to the host are released and fetched (moved/order.py)
-    tracing: object = None  # the tracer (torchckpt.graph) that now traces this thread's calls as a graph
+class _Thread:
+    def __init__(self) -> None:
+        self.flags: tuple[bool, bool, Replay | None] = (False, False, None)
+        """Whether it runs a forward of a region; whether it replays one; and that replay."""
+        self.scope: EntersRegions | None = None
+        self.norms: list[nn.Module] | None = None
+        """The norm layers found so far in the forward that it runs (norms.py)."""
+        self.order: Any = None  # when the regions that it moves to the host are released and fetched (moved/order.py)
+        self.tracing: object = None  # the tracer (torchckpt.graph) that now traces this thread's calls as a graph
 
 
-thread = _Thread()
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.thread = _Thread()
+        """What this thread is doing: one object, since an attribute of a thread-local takes longer to set."""
+
+
+local = _Local()
 
 
 def is_checkpointing() -> bool:
@@ -57,7 +60,7 @@ def is_checkpointing() -> bool:
     Both flags are per thread and independent: (True, False) in a first forward, (False, True) in a replay, and
     (True, True) where the replay of an outer region runs the forward of an inner one.
     """
-    return thread.flags[0]
+    return local.thread.flags[0]
 
 
 def is_recomputing() -> bool:
@@ -70,4 +73,4 @@ def is_recomputing() -> bool:
     ...             self.calls += 1        # once per forward, at any depth of nesting
     ...         return super().forward(input)
     """
-    return thread.flags[1]
+    return local.thread.flags[1]

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -37,6 +38,10 @@ class LiveStorages(DispatchMode):  # type: ignore[no-untyped-call]  # in torch
         self._device = device
         self.allocator = allocator_of(device)
         self._before_bytes = self.allocator.memory_allocated(device) if self.allocator else 0
+
+    def watching(self) -> AbstractContextManager[object]:
+        """Inside the block operators are watched, if they may be."""
+        return self if self.looks else nullcontext()
 
     def __contains__(self, storage: object) -> bool:
         """Whether ``storage`` was made here."""

@@ -6,7 +6,7 @@ import gc
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,7 +107,7 @@ def peak_bytes(step: Callable[[], object], device: torch.device | str | None = N
     gc.collect()  # the step would free it
     live = LiveStorages(where, looks=where.type in ("cpu", "meta"))
     live.begin()
-    with live if live.looks else nullcontext():
+    with live.watching():
         step()
     highest = live.highest()
     if device is None and where.type != "cpu" and not highest:

@@ -15,7 +15,7 @@ from torchckpt import checkpoint
 from torchckpt.distributed.moving import AllMoved, Boundaries
 from torchckpt.planning import Block, Host, Kind, Link, Stage, one_f_one_b
 from torchckpt.planning.plan import plan_pipeline
-from torchckpt.regions.flags import thread
+from torchckpt.regions.flags import local
 from torchckpt.regions.live import LiveStorages
 from torchckpt.regions.moved.copies import copies_of
 
@@ -87,7 +87,7 @@ class Pipeline:
         for device, stage in zip(self.devices, self.stages):
             stage.zero_grad()
             copies_of(device).waits = []
-        thread.order = None
+        local.thread.order = None
         gc.collect()
         self.sim.synchronize()
         torch.manual_seed(1)

@@ -17,7 +17,7 @@ from tests.helpers import leaf
 from tests.models import MODELS
 from tests.models.sequence import Block
 from torchckpt import offload, offload_layers
-from torchckpt.regions.flags import thread
+from torchckpt.regions.flags import local
 from torchckpt.regions.moved.copies import copies_of
 from torchckpt.regions.moved.region import Moved
 
@@ -28,10 +28,10 @@ DEVICE = torch.device("sim", 0)
 def fresh(sim):
     """An arena of which nothing is in use, and the copy streams of the device."""
     gc.collect()
-    thread.order = None
+    local.thread.order = None
     sim.synchronize()
     yield
-    thread.order = None
+    local.thread.order = None
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import torchckpt
 from tests.device import Rates
-from torchckpt.regions.flags import thread
+from torchckpt.regions.flags import local
 from torchckpt.regions.moved.region import Moved
 
 FEW, ALL = 24, 350
@@ -109,13 +109,13 @@ class Program:
             return torchckpt.offload(layer, x, min_bytes=self.least_bytes)
         if kind == "plain":
             return layer(x)
-        before, thread.order = thread.order, Idle()
+        before, local.thread.order = local.thread.order, Idle()
         try:
             region = Moved(self.least_bytes)
             self._regions.append(region)
             return region.forward(layer, (x,), {})
         finally:
-            thread.order = before
+            local.thread.order = before
 
     def _boundary(self):
         for region in self._regions:
@@ -141,7 +141,7 @@ def _turns(draw, micro_batches):
 
 def assert_same_whatever_is_late(sim, seed):
     program = Program(seed)
-    thread.order = None
+    local.thread.order = None
     expected, _ = program.run(moves=False)
     received, levels = program.run()
     assert not any(tensor.isnan().any() for tensor in expected)

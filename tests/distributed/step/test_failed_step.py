@@ -15,7 +15,7 @@ from tests.settings import without_collector
 from torchckpt import is_recomputing
 from torchckpt.distributed import recompute_ahead
 from torchckpt.errors import RecomputationError, ScheduleError
-from torchckpt.regions.flags import thread
+from torchckpt.regions.flags import local
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -163,8 +163,8 @@ def causes(error):
 
 
 def assert_clean(schedule, stages):
-    assert thread.scope is None
-    assert tuple(thread.flags[:2]) == (False, False)
+    assert local.thread.scope is None
+    assert tuple(local.thread.flags[:2]) == (False, False)
     assert schedule._frames._waiting == {}
     assert schedule._internal_losses == []
     assert not any(name.endswith("_one_chunk") for stage in stages for name in vars(stage))

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tests.distributed.stages import NAMES, SINGLE, TWO_STAGES, Blocks, batch, schedule_on, stages_of, step
 from tests.settings import without_collector
 from torchckpt.distributed import recompute_ahead
-from torchckpt.regions.flags import thread
+from torchckpt.regions.flags import local
 
 INSIDE = 2  # tensors that a block saves, and that nobody else keeps
 
@@ -152,4 +152,4 @@ def test_after_a_step_nothing_is_left(name, mode):
         assert [frame() for frame in frames if frame() is not None] == []
         assert alive.now == 0
     assert schedule._frames._waiting == {}
-    assert thread.scope is None
+    assert local.thread.scope is None

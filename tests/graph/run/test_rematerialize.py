@@ -22,7 +22,7 @@ from torchckpt import graph
 from torchckpt.errors import ArgumentError, BudgetInfeasible, CaptureError
 from torchckpt.features import release_of
 from torchckpt.graph.run.rematerialize import Rematerialized
-from torchckpt.regions.flags import thread
+from torchckpt.regions.flags import local
 
 
 class Block(nn.Module):
@@ -575,7 +575,7 @@ def test_error_of_the_model_passes_and_leaves_nothing():
     for _ in range(2):
         with pytest.raises(KeyError, match="of the model"):
             step(x)
-    assert thread.tracing is None
+    assert local.thread.tracing is None
     assert not torch.compiler.is_compiling()
     assert len(torch.nn.modules.module._global_forward_hooks) == 0
     assert step.plans == ()

@@ -15,7 +15,7 @@ from torchckpt.errors import ArgumentError, CaptureError
 from torchckpt.features import Feature
 from torchckpt.graph.step.costs import roofline
 from torchckpt.graph.trace.capture import Capture, Halves
-from torchckpt.regions.flags import thread
+from torchckpt.regions.flags import local
 
 
 def capture(function, *tensors, data=None):
@@ -25,7 +25,7 @@ def capture(function, *tensors, data=None):
 def refused(function, *inputs, **named):
     with pytest.raises(CaptureError) as caught:
         graph.rematerialize(Function(function))(*inputs, **named)
-    assert thread.tracing is None
+    assert local.thread.tracing is None
     assert not torch.compiler.is_compiling()
     return caught.value
 
@@ -293,7 +293,7 @@ def test_error_of_the_function_passes_as_it_is(error):
     with pytest.raises(type(error)) as caught:
         capture(function, leaf(3))
     assert caught.value is error
-    assert thread.tracing is None
+    assert local.thread.tracing is None
 
 
 def test_error_of_shapes_is_that_of_torch():

@@ -127,7 +127,7 @@ def deterministic() -> Iterator[None]:
         (deterministic, torch.is_deterministic_algorithms_warn_only_enabled),
         (lambda: FlopCounterMode(display=False), private.dispatch_modes_are_active),
         (lambda: Nothing(), lambda: len(private.function_modes())),
-        (Scope().entered, lambda: flags.thread.scope),
+        (Scope().entered, lambda: flags.local.thread.scope),
         (lambda: saved_tensors_hooks(lambda x: x, lambda x: x), lambda: private.hooks_in_force(False) is not None),
         (torch.autograd.profiler.profile, private.profiler_is_on),
     ],

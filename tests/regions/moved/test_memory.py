@@ -14,7 +14,7 @@ from tests.models import MODELS
 from tests.models.image import Basic
 from tests.models.sequence import Block
 from torchckpt import offload, offload_layers
-from torchckpt.regions.flags import thread
+from torchckpt.regions.flags import local
 from torchckpt.regions.moved.copies import copies_of
 from torchckpt.regions.private import storage_key
 
@@ -52,9 +52,9 @@ def allocated():
 def fresh_order():
     """No region of another test is there."""
     gc.collect()
-    thread.order = None
+    local.thread.order = None
     yield
-    thread.order = None
+    local.thread.order = None
 
 
 def forward(case):
@@ -65,7 +65,7 @@ def forward(case):
 
 def let_go():
     """Let go of the last two regions, too."""
-    for region in list(thread.order._regions.values()):
+    for region in list(local.thread.order._regions.values()):
         region.release()
 
 
@@ -114,7 +114,7 @@ def test_what_is_on_the_device_after_a_forward_is_what_stays(accelerator, make, 
     with offload_layers(case.model, of, min_bytes=LEAST):
         loss = forward(case)
         let_go()
-        regions = list(thread.order._regions.values())
+        regions = list(local.thread.order._regions.values())
         assert sum(sum(region.away_bytes.values()) for region in regions) == moving - of_caller
         assert allocated() - before == kept - moving + of_caller
         assert moving > kept / 2

@@ -11,7 +11,7 @@ import torch
 import torchckpt
 from tests.helpers import in_thread, leaf
 from tests.regions.moved.calls import by_default, sizes
-from torchckpt.regions.flags import thread
+from torchckpt.regions.flags import local
 from torchckpt.regions.moved.copies import Bytes, Copies
 from torchckpt.regions.moved.region import Moved
 
@@ -46,9 +46,9 @@ def events(monkeypatch):
     watch(Copies, "send", "out")
     watch(Copies, "fetch", "back")
     watch(Bytes, "let_go", "free")
-    thread.order = None
+    local.thread.order = None
     yield written
-    thread.order = None
+    local.thread.order = None
 
 
 def through(events, x, regions, call=by_default):
@@ -131,7 +131,7 @@ def test_a_schedule_drives_regions_by_an_order_of_its_own(device, events):
         def returns(self, region):
             events.append("returns")
 
-    thread.order = order = Later()
+    local.thread.order = order = Later()
     loss = through(events, leaf(4, device=device) * 1, 3).sum()
     for region in order.regions:
         region.release()
@@ -153,7 +153,7 @@ def test_nobody_drives_late_and_never_wrong(device, events):
         def returns(self, region):
             pass
 
-    regions, thread.order = [], Never()
+    regions, local.thread.order = [], Never()
     x = leaf(4, device=device)
     loss = through(events, x * 1, 3).sum()
     for region in regions:

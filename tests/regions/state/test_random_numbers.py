@@ -246,7 +246,7 @@ class CountingGenerator(torch.Generator):
 def generator(monkeypatch):
     """In place of the CPU's default generator, as far as snapshots go."""
     generator = CountingGenerator()
-    monkeypatch.setattr(ambient, "_CPU", (generator,))
+    monkeypatch.setattr(torch, "default_generator", generator)
     monkeypatch.setattr(devices, "accelerator_type", lambda: None)
     return generator
 

@@ -15,7 +15,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 from tests.helpers import leaf
 from tests.settings import without_collector
 from torchckpt import checkpoint
-from torchckpt.regions.flags import thread
+from torchckpt.regions.flags import local
 from torchckpt.regions.state import reached
 from torchckpt.regions.state.layout import known_of
 
@@ -131,4 +131,4 @@ def test_the_data_beside_a_model_is_not_walked_through():
 def test_hooks_that_are_disabled_leave_nothing_behind():
     with disable_saved_tensors_hooks("none here"), pytest.raises(RuntimeError, match="none here"):
         checkpoint(torch.sin, leaf(4))
-    assert thread.norms is None
+    assert local.thread.norms is None

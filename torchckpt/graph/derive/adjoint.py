@@ -21,7 +21,7 @@ from torchckpt.graph.private.runtime import storage_number
 from torchckpt.graph.private.surroundings import without_autocast
 from torchckpt.graph.step.emit import emit_one
 from torchckpt.graph.step.joint import Joint, joint_of
-from torchckpt.regions.flags import thread
+from torchckpt.regions.flags import local
 from torchckpt.tensors import tensors_in
 
 __all__ = ["FORWARD_OUTPUTS", "TAKES", "planned", "planner_of", "unrecorded"]
@@ -131,7 +131,7 @@ def unrecorded(function: F) -> F:
         if torch.compiler.is_dynamo_compiling():
             with torch.no_grad():
                 return function(*args)
-        with nullcontext() if thread.tracing is not None else torch.no_grad(), without_autocast():
+        with nullcontext() if local.thread.tracing is not None else torch.no_grad(), without_autocast():
             return function(*args)
 
     return run  # type: ignore[return-value]

@@ -5,7 +5,7 @@ that is under all others of the thread while the step lasts: each counts for the
 """
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -24,7 +24,7 @@ from torchckpt.planning import Stage as Work
 from torchckpt.planning.order.schedule import Visit
 from torchckpt.planning.step.measured import Span, Spans
 from torchckpt.planning.step.memory import Level
-from torchckpt.regions.core.frame import Frame, SavedTensors
+from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.private import after_backward, put_under_modes
 from torchckpt.typing import Function
@@ -115,12 +115,11 @@ class Count:
         """A context around an action."""
         record = self._records[self._placement[action.stage]]
         with self._watched(action), self._saving(action):
-            record.due()
+            start = record.due()
             if action.kind is Kind.RECOMPUTE:
                 with record.recomputing(action):
                     yield
             else:
-                start = record.now()
                 yield
                 record.ended(action, start)
 
@@ -166,13 +165,13 @@ class Count:
         return self._saved[action.stage].counted() if is_counted else nullcontext()
 
     @contextmanager
-    def _replaying(self, visit: Visit, block: int, recomputed: deque[SavedTensors]) -> Iterator[None]:
+    def _replaying(self, visit: Visit, block: int, frame: Frame) -> Iterator[None]:
         rank = self._placement[visit[0]]
         self._live[rank].replays()
         with self._records[rank].replaying(visit, block):
             yield
         if visit[1] == _COUNTED and visit[0] in self._saved:
-            self._saved[visit[0]].replayed(block, recomputed)
+            self._saved[visit[0]].replayed(block, frame)
 
     @contextmanager
     def _watched(self, action: Action) -> Iterator[None]:
@@ -202,8 +201,7 @@ class Count:
         self._begun.add(action)
         self._ends_open(rank)
         self._reaches(action)
-        self._records[rank].due()
-        self._open[rank] = action, self._records[rank].now()
+        self._open[rank] = action, self._records[rank].due()
 
     def _ran(self, action: Action, left: set[int], number: int, *_: object) -> None:
         left.discard(number)

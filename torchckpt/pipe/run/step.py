@@ -19,13 +19,14 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from torchckpt.errors import Fault, check, raise_fault
+from torchckpt.measuring.record import Record
 from torchckpt.pipe.microbatch import MicroBatch
 from torchckpt.pipe.partition import Stage
 from torchckpt.pipe.run.links import Place, copy, wait
@@ -45,17 +46,19 @@ from torchckpt.planning import (
     simulate,
     with_recompute,
 )
-from torchckpt.planning.step.measured import Span, measured_timeline
+from torchckpt.planning.step.measured import measured_timeline
 from torchckpt.planning.step.placement import without
 from torchckpt.planning.step.simulated import step_of
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.nodes import checkpoint
-from torchckpt.regions.devices import Clock, Stamp, on
+from torchckpt.regions.devices import on
 from torchckpt.tensors import tensors_of
 
-__all__ = ["Order", "Record", "Step", "one_ahead", "with_replays"]
+__all__ = ["Order", "Step", "Took", "one_ahead", "timeline_of", "with_replays"]
 
 LossFunction = Callable[..., Tensor]
+Took: TypeAlias = tuple[Schedule, list[Record]]
+"""The order of a step that has run, and by rank the times of its actions."""
 
 
 class CopyStreams(NamedTuple):
@@ -154,22 +157,6 @@ class Pending:
     loss: Tensor | None = None
 
 
-class Record(NamedTuple):
-    """The start and end time of each action of one step, by rank, as the devices stamped them."""
-
-    schedule: Schedule
-    clocks: list[Clock]
-    stamps: list[list[tuple[Action, Stamp, Stamp]]]
-
-    def timeline(self) -> Timeline:
-        """The step as a timeline, in the same type as a simulated one. Waits for the devices."""
-        spans = []
-        for clock, stamps in zip(self.clocks, self.stamps):
-            seconds = clock.reader()
-            spans.append([Span(action, seconds(start), seconds(start), seconds(end)) for action, start, end in stamps])
-        return measured_timeline(step_of(self.schedule, Block(), 0.0), spans)
-
-
 class Step:
     """One step that runs, on one mini-batch. ``run()`` returns the loss, and adds the gradients to the parameters.
 
@@ -201,18 +188,20 @@ class Step:
         self._losses: list[Tensor] = []
         placement = order.schedule.placement
         devices = [stages[placement.index(rank)].device for rank in range(len(order.schedule.ranks))]
-        self.record = Record(order.schedule, [Clock(device) for device in devices], [[] for _ in devices])
+        self.took: Took = order.schedule, [Record(device) for device in devices]
 
     def run(self) -> Tensor:
         actions = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward, Kind.RECOMPUTE: self._recompute}
+        schedule, records = self.took
         for action in self._order.launched:
             j, kind, i = action
-            rank = self.record.schedule.placement[j]
-            clock, stamps = self.record.clocks[rank], self.record.stamps[rank]
+            record = records[schedule.placement[j]]
             with in_profile(kind.name.lower(), j, i), on(self._places[j].compute), self._regions.acting(action):
-                start = clock.stamp()
+                start = record.due()
                 actions[kind](j, i)
-                stamps.append((action, start, clock.stamp()))
+                record.ended(action, start)
+        for record in records:
+            record.end()
         self._regions.finish()
         return torch.stack(self._losses).sum()
 
@@ -287,6 +276,12 @@ class Step:
                 torch.autograd.backward([root for root, _ in due], [gradient for _, gradient in due])
         for cut in pending.received:
             cut.send_back()
+
+
+def timeline_of(took: Took) -> Timeline:
+    """The step as a timeline, in the same type as a simulated one. Waits for the devices."""
+    schedule, records = took
+    return measured_timeline(step_of(schedule, Block(), 0.0), [record.spans()[-1] for record in records])
 
 
 class Order(NamedTuple):

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import torch
 
-from torchckpt.regions.flags import is_checkpointing, is_recomputing, thread
+from torchckpt.regions.flags import is_checkpointing, is_recomputing, local
 from torchckpt.regions.private import (
     DeviceContext,
     dispatch_modes_are_active,
@@ -41,7 +41,7 @@ def is_bound_to_caller() -> bool:
         hooks_in_force(False) is not None
         or is_checkpointing()
         or is_recomputing()
-        or thread.scope is not None
+        or local.thread.scope is not None
         or dispatch_modes_are_active() > 0
         or not all(isinstance(mode, DeviceContext) for mode in function_modes())  # type: ignore[no-untyped-call]  # torch
         or profiler_is_on()

@@ -2,12 +2,11 @@
 from __future__ import annotations
 
 import dis
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache, partial
 from itertools import pairwise
-from types import CodeType, FrameType, FunctionType, MethodType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, TypeAlias
 
 import torch
@@ -17,18 +16,16 @@ from torch.utils import _pytree as pytree
 from torchckpt.errors import Fault, RecomputationError, called, raise_fault
 from torchckpt.modules import name_of
 from torchckpt.regions.core.options import Options
-from torchckpt.regions.devices import SyncPoint, accelerators_of, current_accelerators
-from torchckpt.regions.flags import Replay, thread
+from torchckpt.regions.devices import SyncPoint, accelerator_type, accelerators_of, current_accelerators
+from torchckpt.regions.flags import Replay, local
 from torchckpt.regions.private import is_of_newest_node, pop_hooks, push_hooks, set_grad_enabled
 from torchckpt.regions.state import norms
 from torchckpt.regions.state.ambient import (
-    Ambient,
     Generator,
     RandomState,
     drawn_since,
     generators_of,
     random_state,
-    restore_states,
     set_states,
     settings,
     use_settings,
@@ -52,11 +49,17 @@ class Call:
     ``finally``: context managers would be a tenth of the cost of a region of tiny operations.
     """
 
+    random: RandomState
+    """The random numbers that the function starts with."""
+
     def __init__(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> None:
         self.function = function
-        self._devices_of_inputs = accelerators_of(args, kwargs)
-        self.devices = self._devices_of_inputs or current_accelerators()
+        self._of_inputs: tuple[torch.device, ...] = ()  # the accelerators of the arguments
+        self.devices: tuple[torch.device, ...] = ()
         """The accelerators that the region works on. Without a tensor of one among the arguments, it may be any."""
+        if accelerator_type() is not None:
+            self._of_inputs = accelerators_of(args, kwargs)
+            self.devices = self._of_inputs or current_accelerators()
         self.is_alone = reaches_nothing(function)
         """Whether the function has its arguments alone: no compiled code, and no norm layers."""
         self._options = options
@@ -66,28 +69,20 @@ class Call:
         self.module_state: ModuleState | None = None
         self.named: Sequence[Generator] = ()
         """The generators that the forward found besides those of devices."""
-        self._looked: norms.Looked = []
-        self.means: dict[int, Tensor | None] = {}
+        self._looked: norms.Looked = ()
+        self.means: Mapping[int, Tensor | None] = _NOTHING
         """The running means of the norm layers that need not be noted, by ``id``, while the forward runs."""
         self._noted: list[nn.Module] = []
-        self._ran: dict[nn.Module, Any] | None = None  # until the forward has ended
+        self._ran: Mapping[nn.Module, Any] | None = None  # until the forward has ended
 
     def forward(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        ambient: deque[Ambient],
-        pack: Pack,
-        unpack: Unpack,
-        values: bool,
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], pack: Pack, unpack: Unpack, values: bool
     ) -> Any:
         """Run the function under the saved-tensor hooks ``pack`` and ``unpack``.
 
-        It appends the settings and the random numbers that the function starts with to ``ambient``. ``values`` says
-        whether the values of what is saved will be compared.
+        ``values`` says whether the values of what is saved will be compared.
         """
         function = self.function if self._contexts is None else _inside(self._contexts[0], self.function)
-        _, recomputing, replay = before = thread.flags
         modules = () if self._boundary.spec is None else self._boundary.modules()
         has_none = type(self.function) is FunctionType and not self.function.__dict__  # true of most functions
         module_state, is_locked = (None, False) if has_none and not modules else record_state(self.function, modules)
@@ -98,36 +93,45 @@ class Call:
             self.module_state = module_state
             if self.devices:
                 self._entry = SyncPoint(self.devices)  # the copies of buffers come before it, too
-            ambient.append((settings(), self._random_state(module_state)))
-            layout = None if module_state is None else module_state.layout
-            layers = () if self.is_alone and layout is None else norm_layers_of(self.function, layout)
-            if layers:
-                # What is compiled from here on may save what it makes of the buffers.
-                self._looked = norms.look(layers, values or runs_compiled_code(self.function))
-                self.means = norms.means(self._looked)
-            around = thread.norms
-            push_hooks(pack, unpack)  # before what the end restores: it raises where hooks are disabled
-            thread.norms, thread.flags = self._noted, (True, recomputing, replay)
-            try:
-                outputs = function(*args, **kwargs)
-            finally:
-                thread.flags = before
-                pop_hooks()
-                thread.norms = around
-                self.means = {}
-                self._ran = norms.ran(self._looked, self._noted) if layers or self._noted else {}
-                if self._ran and around is not None:
-                    around.extend(self._ran)
-                if module_state is not None:
-                    module_state.note_changes()
+            self._settings = settings()
+            self.random = self._random_state(module_state) if self._options.preserve_rng_state else []
+            if not self.is_alone or module_state is not None:
+                self._look(values)
+            outputs = self._run(function, args, kwargs, pack, unpack)
         finally:
             if is_locked:
                 state_lock.release()
         if self.devices:  # their backwards run in several threads, which share the generators of other devices
-            then, random = ambient.pop()
-            shared = 1 if self._devices_of_inputs else 1 + len(self.devices)  # the first is the CPU's
-            ambient.append((then, drawn_since(random[:shared]) + random[shared:]))
+            shared = 1 if self._of_inputs else 1 + len(self.devices)  # the first is the CPU's
+            self.random = drawn_since(self.random[:shared]) + self.random[shared:]
         return outputs
+
+    def _look(self, values: bool) -> None:
+        layers = norm_layers_of(self.function, None if self.module_state is None else self.module_state.layout)
+        if layers:
+            # What is compiled from here on may save what it makes of the buffers.
+            self._looked = norms.look(layers, values or runs_compiled_code(self.function))
+            self.means = norms.means(self._looked)
+
+    def _run(
+        self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], pack: Pack, unpack: Unpack
+    ) -> Any:
+        thread = local.thread
+        flags, around = thread.flags, thread.norms
+        push_hooks(pack, unpack)  # before what the end restores: it raises where hooks are disabled
+        thread.flags, thread.norms = (True, flags[1], flags[2]), self._noted
+        try:
+            return function(*args, **kwargs)
+        finally:
+            thread.flags, thread.norms = flags, around
+            pop_hooks()
+            self._ran = _NOTHING
+            if self._looked or self._noted:
+                self._ran, self.means = norms.ran(self._looked, self._noted), _NOTHING
+                if around is not None:
+                    around.extend(self._ran)
+            if self.module_state is not None:
+                self.module_state.note_changes()
 
     def _take_context(self) -> AbstractContextManager[Any]:
         assert self._contexts is not None
@@ -143,8 +147,6 @@ class Call:
 
     def _random_state(self, module_state: ModuleState | None) -> RandomState:
         named = self._options.generators
-        if not self._options.preserve_rng_state:
-            return []
         if module_state is not None and (owned := module_state.layout.generators()):
             named = [*named, *owned]
         if self._boundary.spec is not None:
@@ -153,9 +155,11 @@ class Call:
             arguments = pytree.tree_leaves((self.function.args, self.function.keywords))
             named = [*named, *generators_among(arguments)]
         self.named = named
+        if not named and not self.devices:  # as mostly
+            return [(torch.default_generator, torch.default_generator.get_state())]
         return random_state(generators_of(self.devices, named))
 
-    def replay(self, ambient: Ambient, pack: Pack, unpack: Unpack) -> Any:
+    def replay(self, pack: Pack, unpack: Unpack) -> Any:
         """Run the function again under the hooks, until ``pack`` raises Stop, or to its end. Return what it returns."""
         # Read the arguments first: inside an outer region they are slots, and reading them replays the outer region.
         args, kwargs, tensors = self._boundary.arguments()
@@ -166,40 +170,46 @@ class Call:
         substitutes = None if self.module_state is None else self.module_state.substitutes(self.function)
         if substitutes is not None:
             function = _inside(substituted(substitutes, self.function), function)
-        then, random = ambient
-        if then != settings():
-            function = _inside(use_settings(then), function)
-        run = partial(function, *args, **kwargs)
-        if self.devices and random and random[0][0] is torch.default_generator:
+        if self._settings != settings():
+            function = _inside(use_settings(self._settings), function)
+        if self.devices and self.random and self.random[0][0] is torch.default_generator:
             with exclusive(self.function):  # or the replay of another device's thread could set the generator meanwhile
-                return self._run_again(run, random, pack, unpack)
-        return self._run_again(run, random, pack, unpack)
+                return self._run_again(function, args, kwargs, pack, unpack)
+        return self._run_again(function, args, kwargs, pack, unpack)
 
-    def _run_again(self, run: Function, random: RandomState, pack: Pack, unpack: Unpack) -> Any:
-        replay = Replay(norms.ran(self._looked, self._noted) if self._ran is None else self._ran)
-        before, scope, graded = thread.flags, thread.scope, torch.is_grad_enabled()
+    def _run_again(
+        self, function: Function, args: Sequence[Any], kwargs: dict[str, Any], pack: Pack, unpack: Unpack
+    ) -> Any:
+        replay = Replay()
+        replay.ran = norms.ran(self._looked, self._noted) if self._ran is None else self._ran
+        thread, graded = local.thread, torch.is_grad_enabled()
+        flags, scope = thread.flags, thread.scope
         random_after: RandomState = []
         push_hooks(pack, unpack)  # the only step that may raise: where hooks are disabled
         try:
-            random_after = set_states(random)
+            random_after = set_states(self.random)
             set_grad_enabled(True)
             thread.flags, thread.scope = (False, True, replay), None  # regions inside run as in the forward
             try:
                 if replay.ran:
                     norms.lend(replay, runs_compiled_code(self.function))
-                return run()
+                return function(*args, **kwargs)
             finally:
                 if replay.ran:
                     norms.take_back(replay)
         except Stop:
             return None
         finally:
-            thread.flags, thread.scope = before, scope
+            thread.flags, thread.scope = flags, scope
             set_grad_enabled(graded)
             pop_hooks()
-            if not (replay.compiles or self.is_alone):
+            if not (self.is_alone or replay.compiles):
                 settle(self.function)
-            restore_states(random_after)
+            for generator, state in random_after:
+                generator.set_state(state)
+
+
+_NOTHING: Mapping[Any, Any] = {}
 
 
 def _inside(context: AbstractContextManager[Any], function: Function) -> Function:
@@ -247,13 +257,11 @@ def ends_with(saved: Tensor, frame: FrameType, function: Function) -> bool:
     ``frame``, whose operation made ``saved`` and now saves it, must be the frame of ``function`` that the replay has
     called, and return what the operation gives: no other operation and no statement would follow.
     """
-    called_function = function.__func__ if isinstance(function, MethodType) else function
     caller = frame.f_back
     return (
-        isinstance(called_function, FunctionType)
-        and frame.f_code is called_function.__code__
-        and caller is not None
+        caller is not None
         and caller.f_code is _REPLAY  # not a call of the function by itself
+        and getattr(function, "__code__", None) is frame.f_code
         and _returns_next(frame.f_code, frame.f_lasti)
         and is_of_newest_node(saved)  # not an input of an operation that has not run yet
     )

@@ -19,7 +19,7 @@ from torchckpt.regions.core.hooks import heeding
 from torchckpt.regions.core.nodes import checkpoint as checkpoint_input
 from torchckpt.regions.core.nodes import fork, join, recompute
 from torchckpt.regions.core.options import DEFAULT, Options, check_options
-from torchckpt.regions.flags import thread
+from torchckpt.regions.flags import local
 from torchckpt.regions.private import forward_ad, functorch_is_active, is_exporting, keep_from_dynamo
 from torchckpt.tensors import tensors_of
 from torchckpt.typing import ContextFunction, DeterminismCheck, Function
@@ -37,8 +37,8 @@ def run(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], optio
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     refuse_transforms()
-    if thread.scope is not None:
-        return thread.scope.run(function, args, kwargs, options)[0]
+    if local.thread.scope is not None:
+        return local.thread.scope.run(function, args, kwargs, options)[0]
     return Frame(options).forward(function, args, kwargs)
 
 
@@ -227,8 +227,8 @@ class Checkpointing:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         refuse_transforms()
-        if thread.scope is not None:
-            outputs, self._frame = thread.scope.run(function, args, kwargs, self._options)
+        if local.thread.scope is not None:
+            outputs, self._frame = local.thread.scope.run(function, args, kwargs, self._options)
             return outputs
         frame = Frame(self._options)
         outputs = frame.forward(function, *_passed(frame, function, args, kwargs))

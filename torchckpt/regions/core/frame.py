@@ -23,7 +23,7 @@ from torchckpt.regions.core.kept import KeptCalls
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.core.slots import PlacedSlot, Slot
 from torchckpt.regions.devices import SyncPoint
-from torchckpt.regions.flags import thread
+from torchckpt.regions.flags import local
 from torchckpt.regions.places import holders_behind, place_of
 from torchckpt.regions.private import (
     dispatch_modes_are_active,
@@ -34,7 +34,7 @@ from torchckpt.regions.private import (
     newest_node,
     settings_of_torch,
 )
-from torchckpt.regions.state.ambient import Ambient, Generator, RandomState
+from torchckpt.regions.state.ambient import Generator, RandomState
 from torchckpt.regions.state.module_state import ModuleState
 from torchckpt.regions.state.norms import is_in_call, note_caller
 from torchckpt.regions.state.reached import DYNAMO, compilations, is_settled
@@ -49,7 +49,7 @@ observers: list[Callable[[str], object]] = []
 SavedTensors: TypeAlias = list[tuple[Tensor, int]]
 """Saved tensors in the order of their slots, each with its version when it was saved."""
 
-Around: TypeAlias = Callable[["deque[SavedTensors]"], AbstractContextManager[None]]
+Around: TypeAlias = Callable[["Frame"], AbstractContextManager[None]]
 
 _RLock = type(threading.RLock())  # the type: threading.RLock itself is a Python function
 
@@ -65,23 +65,21 @@ class Frame:
         self._options = options
         self.checks = options.determinism_check != "none"
         """Whether the replay is compared with the forward."""
-        self._values = options.determinism_check == "values"
-        """Whether slots have checksums."""
-        self._call: Call | None = None
+        self._by_values = self._values = options.determinism_check == "values"
+        """Whether it is compared by values; whether slots have checksums, as they have where code may be compiled."""
         of_all = settings_of_torch["_checkpoint_debug_enabled"]
         self._slot: type[Slot] = PlacedSlot if (options.debug if of_all is None else of_all) else Slot
+        self._call: Call | None = None
         self._slots: list[Slot] = []
         self._in_norm = False
         """Whether a norm layer that is known has saved what came last. A tensor that is no vector ends that."""
         self._returned = False  # whether the forward has returned: no slots will be added
         self._sync_point: SyncPoint | None = None
         self._lock = _RLock()
-        self.ambient: deque[Ambient] = deque()
-        """At most one element, passed from forward to replay: the settings and random numbers of the forward."""
         self.recomputed: deque[SavedTensors] = deque()
         """At most one element, passed from replay to backward: the tensors that the replay saved."""
         self.around: Around | None = None
-        """A context entered around the replay; it gets ``recomputed``, which the replay fills."""
+        """A context entered around the replay; it gets the frame, which then has ``recomputed``."""
         self.kept: KeptCalls | None = None
         """The results that ``keep`` recorded in the forward, for the replay (kept.py)."""
         self.note: Callable[[Tensor], None] | None = None
@@ -91,17 +89,16 @@ class Frame:
         call = self._call = Call(function, args, kwargs, self._options)
         if self.checks and not (call.is_alone or is_settled(function) or dispatch_modes_are_active()):
             self._values = True
-        self._compilations = compilations.total or compilations.look()
+        self._compilations = compilations.total or (DYNAMO in sys.modules and compilations.look())
         last = newest_node() if self._slot is PlacedSlot else 0
-        outputs = call.forward(args, kwargs, self.ambient, self._pack, self._unpack, self._values)
+        outputs = call.forward(args, kwargs, self._pack, self._unpack, self._values)
         self._returned = True
         if self._slot is PlacedSlot:
             _name_operations(outputs, last)
         if call.named:
-            _tell_outer_regions(self.ambient[0][1])
+            _tell_outer_regions(call.random)
         if not self._slots or self._slots[-1].tensor is not None:  # nothing was saved, or all is there already
             self._call, self._slots, self.kept = None, [], None
-            self.ambient.clear()
         return outputs
 
     @property
@@ -117,7 +114,7 @@ class Frame:
     @property
     def generators(self) -> list[Generator]:
         """The generators whose states a replay sets."""
-        return [generator for generator, _ in self.ambient[0][1]]
+        return [] if self._call is None else [generator for generator, _ in self._call.random]
 
     def replays(self, generator: Generator, _: Tensor) -> bool:
         """Whether the running replay has set the state of ``generator``."""
@@ -142,13 +139,12 @@ class Frame:
             if self.around is None:
                 self.recomputed.append(self._replay(call, slots))
             else:
-                with self.around(self.recomputed):
+                with self.around(self):
                     self.recomputed.append(self._replay(call, slots))
             if call.devices:
                 self._sync_point = SyncPoint(call.devices)  # before slots are filled, which are read without the lock
             if self._returned:
                 self._call = self.kept = None
-                self.ambient.clear()
             for observer in observers:
                 observer(name_of(call.function))
 
@@ -170,7 +166,6 @@ class Frame:
             known, caller = {} if self._call is None else self._call.means, sys._getframe().f_back
             if caller is not None:  # None where the engine calls, in a backward that keeps its graph
                 self._in_norm = (id(tensor) in known and is_in_call(caller)) or note_caller(caller)
-        # Each saved tensor comes by here: without Dynamo nothing is called.
         total = compilations.total or (DYNAMO in sys.modules and compilations.look())
         if total != self._compilations and self.checks:
             self._values = True
@@ -199,7 +194,8 @@ class Frame:
         The last is followed by Stop, unless it is what the function returns: the exception would take longer.
         """
         total = len(slots)
-        checked, by_values = self.checks, self._options.determinism_check == "values"
+        checked = self.checks
+        compiled = compilations.total
         copies = mutation_is_allowed()  # the function may change what it has saved
         # A function may run a backward itself, before its forward has returned. Then not all slots exist yet.
         stops = self._options.early_stop or not self._returned
@@ -215,12 +211,14 @@ class Frame:
             if place < total:
                 # detach(): the tensor would keep the graph of the replay alive.
                 saved = tensor.detach().clone() if copies else tensor if tensor.is_leaf else tensor.detach()
-                compiles = checked and (replay := thread.flags[2]) is not None and replay.compiles
-                if compiles and not self._values:
-                    raise compiled_anew(call.function)
-                if checked and not slots[place].accepts(tensor, by_values or compiles):
-                    different.append(Difference(slots[place], tensor, place_of(sys._getframe(1))))
-                    return saved
+                if checked:
+                    replay = local.thread.flags[2] if compilations.total != compiled else None
+                    compiles = replay is not None and replay.compiles
+                    if compiles and not self._values:
+                        raise compiled_anew(call.function)
+                    if not slots[place].accepts(tensor, self._by_values or compiles):
+                        different.append(Difference(slots[place], tensor, place_of(sys._getframe(1))))
+                        return saved
                 fresh.append((saved, saved._version))
                 if place + 1 < total or not stops or ends_with(tensor, sys._getframe(1), call.function):
                     return saved
@@ -234,7 +232,7 @@ class Frame:
             self.kept.begin(fresh)
         outputs = None
         try:
-            outputs = call.replay(self.ambient[0], pack, self._unpack_in_replay)
+            outputs = call.replay(pack, self._unpack_in_replay)
         except Exception as error:
             if not different and (len(fresh) < total or not stops or not comes_of_stop(error)):
                 if self.kept is not None:
@@ -262,8 +260,9 @@ def _tell_outer_regions(states: RandomState) -> None:
     for _, unpack in hooks_entered():
         outer = getattr(unpack, "__self__", None)
         if isinstance(outer, Frame) and unpack == outer._unpack and outer._options.preserve_rng_state:
+            assert outer._call is not None
             known = [id(generator) for generator in outer.generators]
-            outer.ambient[0][1].extend(state for state in states if id(state[0]) not in known)
+            outer._call.random.extend(state for state in states if id(state[0]) not in known)
 
 
 keep_from_dynamo(Frame._pack, Frame._unpack, Frame._replay, Frame._unpack_in_replay)

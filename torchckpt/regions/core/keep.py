@@ -23,7 +23,7 @@ from torchckpt.regions.core.kept import (
     changed_buffers,
     inputs_of,
 )
-from torchckpt.regions.flags import thread
+from torchckpt.regions.flags import local
 from torchckpt.regions.private import (
     forward_ad,
     functorch_is_active,
@@ -83,7 +83,7 @@ def keep(function: Function, /, *args: Any, **kwargs: Any) -> Any:
     if hooks_in_force(True) is None:
         return function(*args, **kwargs)
     if functorch_is_active() or forward_ad._current_level >= 0:  # hooks are disabled there
-        if any(thread.flags[:2]):
+        if any(local.thread.flags[:2]):
             raise TransformError(
                 "nothing can be kept under vmap, jvp or torch.func.grad: a result would not outlive them\n"
                 "  received: torchckpt.keep inside such a transform, inside a region\n"

@@ -1,15 +1,14 @@
 """Scope: how a schedule controls the regions that one forward of a stage enters."""
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
-from torchckpt.regions.core.frame import Frame, SavedTensors
+from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import Options
-from torchckpt.regions.flags import thread
+from torchckpt.regions.flags import local
 from torchckpt.typing import Function
 
 __all__ = ["AroundRegion", "Keep", "Scope"]
@@ -18,7 +17,7 @@ Keep: TypeAlias = "bool | Collection[int]"
 """Which regions run as plain calls and keep their activations: all (True), none (False), or the outermost regions with
 these numbers. Regions nested inside a numbered one stay regions, and are recomputed in the backward."""
 
-AroundRegion: TypeAlias = Callable[[int, "deque[SavedTensors]"], AbstractContextManager[None]]
+AroundRegion: TypeAlias = Callable[[int, Frame], AbstractContextManager[None]]
 
 
 class Scope:
@@ -36,7 +35,7 @@ class Scope:
     def __init__(self, keep: Keep = False, around: AroundRegion | None = None) -> None:
         self.keep = keep
         self.around = around
-        """A context entered around each replay of a collected frame. Gets the region number and the deque it fills."""
+        """A context entered around each replay of a collected frame. Gets the region number and the frame."""
         self.frames: list[Frame] = []
         self.numbers: list[int] = []
         """The region numbers of ``frames``, in the same order."""
@@ -49,7 +48,7 @@ class Scope:
     @property
     def is_outermost(self) -> bool:
         """Whether a region that is entered now is inside of no other."""
-        return not self._is_inside_kept and not any(thread.flags[:2])
+        return not self._is_inside_kept and not any(local.thread.flags[:2])
 
     def run(
         self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
@@ -84,8 +83,8 @@ class Scope:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Inside the block, the regions that this thread enters belong to this scope."""
-        before, thread.scope = thread.scope, self
+        before, local.thread.scope = local.thread.scope, self
         try:
             yield
         finally:
-            thread.scope = before
+            local.thread.scope = before

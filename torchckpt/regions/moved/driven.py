@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from weakref import WeakValueDictionary
 
-from torchckpt.regions.flags import thread
+from torchckpt.regions.flags import local
 from torchckpt.regions.moved.order import Ordered
 
 __all__ = ["Driven"]
@@ -34,11 +34,11 @@ class Driven:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Inside the block, regions that are made follow these moves, and no others."""
-        before, thread.order = thread.order, self
+        before, local.thread.order = local.thread.order, self
         try:
             yield
         finally:
-            thread.order = before
+            local.thread.order = before
 
     def begins(self, region: Ordered) -> None:
         """The forward of ``region`` begins: nothing follows from it."""

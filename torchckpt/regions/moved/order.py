@@ -3,7 +3,7 @@
 A region is sent when the next one begins, so the last is never sent, and it is let go of when the next but one begins.
 In the backward it is fetched when the backward of the one after it begins. So two regions are here at a time.
 
-A schedule has an order of its own, with the same methods, in ``thread.order``.
+A schedule has an order of its own, with the same methods, in ``local.thread.order``.
 """
 from __future__ import annotations
 

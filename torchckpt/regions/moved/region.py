@@ -27,7 +27,7 @@ from torchckpt.errors import Fault, called, check
 from torchckpt.regions.core.checkpointing import outside, refuse_transforms
 from torchckpt.regions.core.hooks import level_of
 from torchckpt.regions.core.options import shown
-from torchckpt.regions.flags import thread
+from torchckpt.regions.flags import local
 from torchckpt.regions.moved.copies import Bytes, copies_of, goes_from
 from torchckpt.regions.moved.order import Order
 from torchckpt.regions.moved.slot import MovedSlot, parts_of, parts_that_go, stays
@@ -87,7 +87,7 @@ class Moved:
         self._has_returned = self._is_sent = self.is_released = False
         self.has_begun = False
         """Whether its backward has begun. From then on everything stays."""
-        thread.order = self._order = thread.order or Order()
+        local.thread.order = self._order = local.thread.order or Order()
 
     def forward(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._order.begins(self)
@@ -258,7 +258,7 @@ def move(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], sett
         return function(*args, **kwargs)
     if torch.compiler.is_dynamo_compiling():
         return outside(move, function, args, kwargs, setting)
-    if not torch.is_grad_enabled() or thread.tracing is not None or mutation_is_allowed():
+    if not torch.is_grad_enabled() or local.thread.tracing is not None or mutation_is_allowed():
         return function(*args, **kwargs)
     refuse_transforms()
     if _is_inside_of_a_region():

@@ -22,7 +22,7 @@ from torch import (
 )
 
 from torchckpt.regions.devices import accelerator_type
-from torchckpt.regions.flags import thread
+from torchckpt.regions.flags import local
 from torchckpt.regions.private import (
     DispatchMode,
     compiler_stance,
@@ -109,8 +109,8 @@ class _Watch(DispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._made: set[int | None] = set()
-        if dispatch_modes_are_active() and thread.flags[2] is not None:
-            thread.flags[2].made = self._made
+        if dispatch_modes_are_active() and local.thread.flags[2] is not None:
+            local.thread.flags[2].made = self._made
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -121,7 +121,7 @@ class _Watch(DispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
 
 def is_made_here(tensor: Tensor) -> bool:
     """Whether the running replay is known to have made ``tensor``, whose version then tells nothing of the forward."""
-    return storage_key(tensor) in getattr(thread.flags[2], "made", ())
+    return storage_key(tensor) in getattr(local.thread.flags[2], "made", ())
 
 
 # random numbers -----------------------------------------------------------------------------------------------------
@@ -132,9 +132,6 @@ class Generator(Protocol):
 
     def get_state(self) -> Tensor: ...
     def set_state(self, state: Tensor, /) -> Any: ...
-
-
-_CPU = (torch.default_generator,)
 
 
 class _ModuleGenerator:
@@ -159,8 +156,6 @@ def _device_generator(device: torch.device) -> Generator:
 
 def generators_of(devices: Sequence[torch.device], named: Sequence[Generator]) -> Sequence[Generator]:
     """The CPU's default generator, that of each of ``devices`` (accelerators), and those that the caller ``named``."""
-    if not devices and not named:
-        return _CPU
     return list(dict.fromkeys([torch.default_generator, *map(_device_generator, devices), *named]))
 
 

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NoReturn, TypeAlias
 
@@ -50,33 +50,29 @@ class Boundary:
         self._leaves: list[Any] = []
         for leaf in leaves:
             if isinstance(leaf, Tensor):
-                input = inputs.get(id(leaf))
-                if input is None:
-                    input = inputs[id(leaf)] = Input(leaf, hooks)
-                leaf = input
+                if id(leaf) not in inputs:
+                    inputs[id(leaf)] = Input(leaf, hooks)
+                leaf = inputs[id(leaf)]
             self._leaves.append(leaf)
 
     def arguments(
         self, whose: str = "an input of a checkpointed region"
-    ) -> tuple[Sequence[Any], dict[str, Any], list[Tensor]]:
+    ) -> tuple[Sequence[Any], dict[str, Any], Collection[Tensor]]:
         """``(args, kwargs)`` for a replay, and the tensors in them, each once.
 
         Raises ``RuntimeError``, as eager autograd does, if a tensor was changed in place since the forward. The error
         calls the tensor ``whose``.
         """
-        tensors: dict[int, Tensor] = {}
+        tensors: dict[Input, Tensor] = {}
         leaves = []
         for leaf in self._leaves:
             if type(leaf) is Input:
-                tensor = tensors.get(id(leaf))
-                if tensor is None:
-                    tensor = tensors[id(leaf)] = leaf.unpack(whose)
-                leaf = tensor
+                if leaf not in tensors:
+                    tensors[leaf] = leaf.unpack(whose)
+                leaf = tensors[leaf]
             leaves.append(leaf)
-        if self.spec is None:
-            return leaves, {}, list(tensors.values())
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        return args, kwargs, list(tensors.values())
+        args, kwargs = (leaves, {}) if self.spec is None else pytree.tree_unflatten(leaves, self.spec)
+        return args, kwargs, tensors.values()
 
     def drop_graphs(self) -> None:
         """Hold no graph by the attributes of tensors: one there may come from the region whose frame holds this."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeAlias
@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchckpt.regions.flags import Replay, thread
+from torchckpt.regions.flags import Replay, local
 from torchckpt.regions.private import batch_norm_layer, keep_from_dynamo, norm_layer, storage_key
 
 __all__ = [
@@ -48,7 +48,7 @@ _watched: dict[nn.Module, int] = {}
 _Values: TypeAlias = Mapping[str, Tensor]
 _NOTHING: _Values = {}
 
-Looked: TypeAlias = "list[tuple[nn.Module, tuple[int, int] | None, _Values]]"
+Looked: TypeAlias = "Sequence[tuple[nn.Module, tuple[int, int] | None, _Values]]"
 """Layers as a forward finds them, each with the versions of its buffers, which tell later whether it ran, or None if it
 surely updates them; and with copies of its buffers, or nothing."""
 
@@ -56,7 +56,7 @@ surely updates them; and with copies of its buffers, or nothing."""
 def look(layers: Iterable[nn.Module], values: bool) -> Looked:
     """Look at ``layers`` before a forward. With ``values``, copy their buffers: an InstanceNorm makes from them what
     autograd saves."""
-    looked: Looked = []
+    looked = []
     for layer in layers:
         copies = {name: buffer.detach().clone() for name, buffer in _own(layer).items()} if values else _NOTHING
         looked.append((layer, None if updates(layer) else _versions(layer), copies))
@@ -83,6 +83,7 @@ def lend(replay: Replay, is_compiled: bool) -> None:
     Each layer has the copies during its calls alone, by hooks of its own, since other threads may call it meanwhile.
     If there is compiled code, or its forward alone is called, which no hook sees, it has them until the end.
     """
+    replay.watched = []
     whole = is_compiled or any(layer in _bare for layer in replay.ran)
     for layer, values in replay.ran.items():
         if whole:
@@ -106,7 +107,7 @@ def note_caller(frame: FrameType) -> bool:
 
     The tensor is saved in ``frame``. Between it and the frame of the layer there are at most frames of modes.
     """
-    if frame.f_code not in _OF_NORMS or thread.norms is None:
+    if frame.f_code not in _OF_NORMS or local.thread.norms is None:
         return False
     outer = frame.f_back
     for _ in range(_DEEPEST):
@@ -114,7 +115,7 @@ def note_caller(frame: FrameType) -> bool:
             break
         layer: Any = outer.f_locals.get("self")
         if issubclass(type(layer), norm_layer):
-            thread.norms.append(layer)
+            local.thread.norms.append(layer)
             if not _is_of_call(outer, layer):
                 _bare.add(layer)
             break
@@ -148,7 +149,7 @@ _DEEPEST = 8
 
 def is_statistic(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a copy of a buffer that a norm layer holds in this thread's replay."""
-    replay = thread.flags[2]
+    replay = local.thread.flags[2]
     if not replay or tensor.requires_grad:
         return False
     key = storage_key(tensor)
@@ -168,8 +169,8 @@ def updates(layer: nn.Module | None) -> bool:
 @contextmanager
 def on_copies(layer: nn.Module) -> Iterator[None]:
     """Inside the block, ``layer`` updates copies of its buffers, as it will in the replays of regions around."""
-    if thread.norms is not None:
-        thread.norms.append(layer)
+    if local.thread.norms is not None:
+        local.thread.norms.append(layer)
     _use_copies(layer, _NOTHING)
     try:
         yield
@@ -220,16 +221,16 @@ def _unwatch(layer: nn.Module) -> None:
 
 
 def _before_call(layer: nn.Module, _: Any) -> None:
-    replay = thread.flags[2]
+    replay = local.thread.flags[2]
     if replay is not None and layer in replay.ran and layer not in replay and updates(layer):
         _use_copies(layer, replay.ran[layer])
         replay.append(layer)
-        if thread.norms is not None:  # a forward inside of the replay; the versions of the own buffers do not tell
-            thread.norms.append(layer)
+        if local.thread.norms is not None:  # a forward in the replay: the versions of the own buffers tell nothing
+            local.thread.norms.append(layer)
 
 
 def _after_call(layer: nn.Module, _: Any, __: Any) -> None:
-    replay = thread.flags[2]
+    replay = local.thread.flags[2]
     if replay is not None and layer in replay:
         replay.remove(layer)
         _restore_buffers(layer)

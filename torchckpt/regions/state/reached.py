@@ -21,7 +21,7 @@ from weakref import ReferenceType, WeakKeyDictionary
 from torch import Tensor, nn
 
 from torchckpt.modules import contents_of, is_compiled_class, is_compiled_function, is_module, module_of, uncompiled
-from torchckpt.regions.flags import thread
+from torchckpt.regions.flags import local
 from torchckpt.regions.private import norm_layer
 from torchckpt.regions.state.layout import Layout, known_of, values_of
 from torchckpt.typing import Function
@@ -62,7 +62,9 @@ def reaches_nothing(function: Function) -> bool:
     """Whether ``function`` surely reaches nothing but its arguments. That is true of many, and cheap to find out."""
     if type(function) is not FunctionType or function.__closure__ or function.__defaults__ or function.__kwdefaults__:
         return False
-    return function.__globals__.keys().isdisjoint(_names_in(function.__code__))
+    code = function.__code__
+    _, names = _names.get(id(code)) or _note_names(code)  # no call where they are known
+    return function.__globals__.keys().isdisjoint(names)
 
 
 # compilations ---------------------------------------------------------------------------------------------------------
@@ -87,8 +89,8 @@ class _Counter:
 
     def _compiled(self, _: CodeType, __: CodeType) -> None:
         self.total += 1
-        if thread.flags[2] is not None:
-            thread.flags[2].compiles = True
+        if local.thread.flags[2] is not None:
+            local.thread.flags[2].compiles = True
 
 
 compilations = _Counter()
@@ -105,8 +107,8 @@ def is_settled(function: Function) -> bool:
 def settle(function: Function) -> None:
     """Note that a replay of ``function`` has ended, and nothing was compiled in it."""
     total = compilations.total or compilations.look()
-    if total:
-        _settled[_key(function)] = total
+    if total and _settled.get(key := _key(function)) != total:
+        _settled[key] = total
 
 
 def _key(function: Any) -> Any:
@@ -203,13 +205,15 @@ _names: dict[int, tuple[weakref.ref[CodeType], tuple[str, ...]]] = {}
 
 def _names_in(code: CodeType) -> tuple[str, ...]:
     """The names of globals and attributes in ``code``, and in the functions that are defined in it."""
-    known = _names.get(id(code))
-    if known is None:
-        key, forget = id(code), _names.pop
-        inside = chain.from_iterable(_names_in(const) for const in code.co_consts if isinstance(const, CodeType))
-        names = tuple(dict.fromkeys([*code.co_names, *inside]))
-        known = _names[key] = weakref.ref(code, lambda _: forget(key, None)), names
-    return known[1]
+    return (_names.get(id(code)) or _note_names(code))[1]
+
+
+def _note_names(code: CodeType) -> tuple[weakref.ref[CodeType], tuple[str, ...]]:
+    key, forget = id(code), _names.pop
+    inside = chain.from_iterable(_names_in(const) for const in code.co_consts if isinstance(const, CodeType))
+    names = tuple(dict.fromkeys([*code.co_names, *inside]))
+    known = _names[key] = weakref.ref(code, lambda _: forget(key, None)), names
+    return known
 
 
 class _Tree:
