@@ -560,7 +560,7 @@ def python_calls(model, x):
     counts = Counter()
 
     def note(frame, event, _):
-        counts["torchckpt" in frame.f_code.co_filename and event == "call"] += 1
+        counts[event == "call" and frame.f_code.co_filename.startswith(*torchckpt.__path__)] += 1
 
     sys.setprofile(note)
     outputs = model(x)

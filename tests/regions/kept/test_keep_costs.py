@@ -130,7 +130,7 @@ def test_regions_that_keep_nothing_call_no_more_than_before():
         seen = []
 
         def note(frame, event, _):
-            if event == "call" and "torchckpt" in frame.f_code.co_filename:
+            if event == "call" and frame.f_code.co_filename.startswith(*torchckpt.__path__):
                 seen.append(frame.f_code.co_filename.rpartition("/")[2])
 
         sys.setprofile(note)
