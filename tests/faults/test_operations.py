@@ -19,6 +19,7 @@ from tests.faults.tools import TOOLS, Training, same
 from tests.left_behind import module_state, thread_state
 from tests.regions.moved.calls import let_cpu_move
 from tests.settings import with_gloo, without_collector
+from torchckpt.regions.private import dispatch_modes_are_active
 
 pytestmark = [with_gloo, pytest.mark.usefixtures("group", "quiet")]
 
@@ -35,8 +36,11 @@ def group() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def moving(monkeypatch: pytest.MonkeyPatch) -> None:
+def moving(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     let_cpu_move(monkeypatch)
+    yield
+    gc.collect()  # a training that is gone leaves the mode that its last step entered
+    assert dispatch_modes_are_active() == 0
 
 
 @pytest.fixture
