@@ -69,7 +69,9 @@ def assert_taken(step, x, used, lets_go, wanted):
     assert step.plan.budget_bytes is None or taken <= step.plan.budget_bytes
 
 
-OPTIONS = [{}, {"budget": "70%"}, {"budget": "50%"}, {"rng": "replay", "keep": "speed"}]
+OPTIONS = [
+    {}, pytest.param({"budget": "70%"}, marks=pytest.mark.slow), {"budget": "50%"}, {"rng": "replay", "keep": "speed"}
+]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

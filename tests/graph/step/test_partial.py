@@ -123,7 +123,7 @@ def test_the_part_that_is_left_out_is_not_run():
 
 
 @pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 2), (0, 1, 2)])
-@pytest.mark.parametrize("share", [None, "70%", "50%"])
+@pytest.mark.parametrize("share", [None, pytest.param("70%", marks=pytest.mark.slow), "50%"])
 def test_no_more_bytes_than_planned(used, share):
     torch.manual_seed(0)
     body = [part for _ in range(6) for part in (nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.1))]

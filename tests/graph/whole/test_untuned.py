@@ -25,11 +25,15 @@ pytestmark = pytest.mark.usefixtures("quick_planner", "one_thread")
 BEYOND_2_11 = {"StateSpace": "cumprod is traced in other operations", "Sorted": "quantile is not traced"}
 
 
+LONG = ("Recurrent", "EncoderDecoder", "Decomposed", "Cells", "Flow", "Attentions", "Capsules", "Einsums")
+"""Those of hundreds of operations, most of which others have, too."""
+
+
 def marks_of(name):
     is_old = release_of(torch.__version__) == (2, 11)
     fails = BEYOND_2_11.get(name)
     marks = [pytest.mark.skipif(is_old, reason=f"torch 2.11 alone: {fails}")] if fails else []
-    return [*marks, pytest.mark.slow] if name == "Recurrent" else marks  # hundreds of operations
+    return [*marks, pytest.mark.slow] if name in LONG else marks
 
 
 def within(model, inputs, options):

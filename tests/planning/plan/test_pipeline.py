@@ -60,7 +60,7 @@ def check(plan):
     return plan.step_seconds / plan.bound_seconds - 1
 
 
-@pytest.mark.parametrize(("first", "last"), [(2000, 2010), pytest.param(2010, 2030, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("first", "last"), [(2000, 2006), pytest.param(2006, 2030, marks=pytest.mark.slow)])
 def test_random_pipelines(first, last):
     gaps = [check(plan_pipeline(*random_pipeline(Random(seed), 150))) for seed in range(first, last)]
     assert median(gaps) <= 0.01
