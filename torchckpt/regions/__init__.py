@@ -39,12 +39,12 @@ The code cites the numbers of this drawing:
 [3], [6] and [7] stand between two stages of a ``Pipe`` on accelerators. There the phony of [5] is joined to a later
 micro-batch, if it can to that one's [1]. ``Checkpointing.recompute`` places [4], [5] and [8] at one point.
 
-``Frame`` connects forward and backward. It keeps the inputs (``Boundary``), the settings and random numbers that the
-forward started with (``Call``), and passes what the replay saved through a deque of one element:
+``Frame`` connects forward and backward. It keeps the inputs (``Boundary``), and passes data through two deques of one
+element each:
 
-     forward ──► frame's call ──► replay ──► frame.recomputed ──► backward
-                 settings and                what the function saved
-                 random numbers              when it ran again, for the slots
+     forward ──► frame.ambient ──► replay ──► frame.recomputed ──► backward
+                 settings and                 what the function saved
+                 random numbers               when it ran again, for the slots
 
 ``recompute()`` is idempotent: the ``Recompute`` node, a caller of ``prefetch()`` and the first unpack all call it, and
 the first caller does the work. The phonies decide only when the replay runs; the gradients are the same at any time.

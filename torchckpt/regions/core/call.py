@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dis
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache, partial
@@ -21,6 +22,7 @@ from torchckpt.regions.flags import Replay, local
 from torchckpt.regions.private import is_of_newest_node, pop_hooks, push_hooks, set_grad_enabled
 from torchckpt.regions.state import norms
 from torchckpt.regions.state.ambient import (
+    Ambient,
     Generator,
     RandomState,
     drawn_since,
@@ -49,9 +51,6 @@ class Call:
     ``finally``: context managers would be a tenth of the cost of a region of tiny operations.
     """
 
-    random: RandomState
-    """The random numbers that the function starts with."""
-
     def __init__(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> None:
         self.function = function
         self._of_inputs: tuple[torch.device, ...] = ()  # the accelerators of the arguments
@@ -76,11 +75,18 @@ class Call:
         self._ran: Mapping[nn.Module, Any] | None = None  # until the forward has ended
 
     def forward(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], pack: Pack, unpack: Unpack, values: bool
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        ambient: deque[Ambient],
+        pack: Pack,
+        unpack: Unpack,
+        values: bool,
     ) -> Any:
         """Run the function under the saved-tensor hooks ``pack`` and ``unpack``.
 
-        ``values`` says whether the values of what is saved will be compared.
+        It appends the settings and the random numbers that the function starts with to ``ambient``. ``values`` says
+        whether the values of what is saved will be compared.
         """
         function = self.function if self._contexts is None else _inside(self._contexts[0], self.function)
         modules = () if self._boundary.spec is None else self._boundary.modules()
@@ -93,8 +99,8 @@ class Call:
             self.module_state = module_state
             if self.devices:
                 self._entry = SyncPoint(self.devices)  # the copies of buffers come before it, too
-            self._settings = settings()
-            self.random = self._random_state(module_state) if self._options.preserve_rng_state else []
+            random = self._random_state(module_state) if self._options.preserve_rng_state else []
+            ambient.append((settings(), random))
             if not self.is_alone or module_state is not None:
                 self._look(values)
             outputs = self._run(function, args, kwargs, pack, unpack)
@@ -102,8 +108,9 @@ class Call:
             if is_locked:
                 state_lock.release()
         if self.devices:  # their backwards run in several threads, which share the generators of other devices
+            then, random = ambient.pop()
             shared = 1 if self._of_inputs else 1 + len(self.devices)  # the first is the CPU's
-            self.random = drawn_since(self.random[:shared]) + self.random[shared:]
+            ambient.append((then, drawn_since(random[:shared]) + random[shared:]))
         return outputs
 
     def _look(self, values: bool) -> None:
@@ -159,7 +166,7 @@ class Call:
             return [(torch.default_generator, torch.default_generator.get_state())]
         return random_state(generators_of(self.devices, named))
 
-    def replay(self, pack: Pack, unpack: Unpack) -> Any:
+    def replay(self, ambient: Ambient, pack: Pack, unpack: Unpack) -> Any:
         """Run the function again under the hooks, until ``pack`` raises Stop, or to its end. Return what it returns."""
         # Read the arguments first: inside an outer region they are slots, and reading them replays the outer region.
         args, kwargs, tensors = self._boundary.arguments()
@@ -170,16 +177,16 @@ class Call:
         substitutes = None if self.module_state is None else self.module_state.substitutes(self.function)
         if substitutes is not None:
             function = _inside(substituted(substitutes, self.function), function)
-        if self._settings != settings():
-            function = _inside(use_settings(self._settings), function)
-        if self.devices and self.random and self.random[0][0] is torch.default_generator:
+        then, random = ambient
+        if then != settings():
+            function = _inside(use_settings(then), function)
+        run = partial(function, *args, **kwargs)
+        if self.devices and random and random[0][0] is torch.default_generator:
             with exclusive(self.function):  # or the replay of another device's thread could set the generator meanwhile
-                return self._run_again(function, args, kwargs, pack, unpack)
-        return self._run_again(function, args, kwargs, pack, unpack)
+                return self._run_again(run, random, pack, unpack)
+        return self._run_again(run, random, pack, unpack)
 
-    def _run_again(
-        self, function: Function, args: Sequence[Any], kwargs: dict[str, Any], pack: Pack, unpack: Unpack
-    ) -> Any:
+    def _run_again(self, run: Function, random: RandomState, pack: Pack, unpack: Unpack) -> Any:
         replay = Replay()
         replay.ran = norms.ran(self._looked, self._noted) if self._ran is None else self._ran
         thread, graded = local.thread, torch.is_grad_enabled()
@@ -187,13 +194,13 @@ class Call:
         random_after: RandomState = []
         push_hooks(pack, unpack)  # the only step that may raise: where hooks are disabled
         try:
-            random_after = set_states(self.random)
+            random_after = set_states(random)
             set_grad_enabled(True)
             thread.flags, thread.scope = (False, True, replay), None  # regions inside run as in the forward
             try:
                 if replay.ran:
                     norms.lend(replay, runs_compiled_code(self.function))
-                return function(*args, **kwargs)
+                return run()
             finally:
                 if replay.ran:
                     norms.take_back(replay)

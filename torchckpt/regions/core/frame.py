@@ -34,7 +34,7 @@ from torchckpt.regions.private import (
     newest_node,
     settings_of_torch,
 )
-from torchckpt.regions.state.ambient import Generator, RandomState
+from torchckpt.regions.state.ambient import Ambient, Generator, RandomState
 from torchckpt.regions.state.module_state import ModuleState
 from torchckpt.regions.state.norms import is_in_call, note_caller
 from torchckpt.regions.state.reached import DYNAMO, compilations, is_settled
@@ -76,6 +76,8 @@ class Frame:
         self._returned = False  # whether the forward has returned: no slots will be added
         self._sync_point: SyncPoint | None = None
         self._lock = _RLock()
+        self.ambient: deque[Ambient] = deque()
+        """At most one element, passed from forward to replay: the settings and random numbers of the forward."""
         self.recomputed: deque[SavedTensors] = deque()
         """At most one element, passed from replay to backward: the tensors that the replay saved."""
         self.around: Around | None = None
@@ -91,14 +93,15 @@ class Frame:
             self._values = True
         self._compilations = compilations.total or (DYNAMO in sys.modules and compilations.look())
         last = newest_node() if self._slot is PlacedSlot else 0
-        outputs = call.forward(args, kwargs, self._pack, self._unpack, self._values)
+        outputs = call.forward(args, kwargs, self.ambient, self._pack, self._unpack, self._values)
         self._returned = True
         if self._slot is PlacedSlot:
             _name_operations(outputs, last)
         if call.named:
-            _tell_outer_regions(call.random)
+            _tell_outer_regions(self.ambient[0][1])
         if not self._slots or self._slots[-1].tensor is not None:  # nothing was saved, or all is there already
             self._call, self._slots, self.kept = None, [], None
+            self.ambient.clear()
         return outputs
 
     @property
@@ -114,7 +117,7 @@ class Frame:
     @property
     def generators(self) -> list[Generator]:
         """The generators whose states a replay sets."""
-        return [] if self._call is None else [generator for generator, _ in self._call.random]
+        return [generator for _, random in self.ambient for generator, _ in random]
 
     def replays(self, generator: Generator, _: Tensor) -> bool:
         """Whether the running replay has set the state of ``generator``."""
@@ -145,6 +148,7 @@ class Frame:
                 self._sync_point = SyncPoint(call.devices)  # before slots are filled, which are read without the lock
             if self._returned:
                 self._call = self.kept = None
+                self.ambient.clear()
             for observer in observers:
                 observer(name_of(call.function))
 
@@ -232,7 +236,7 @@ class Frame:
             self.kept.begin(fresh)
         outputs = None
         try:
-            outputs = call.replay(pack, self._unpack_in_replay)
+            outputs = call.replay(self.ambient[0], pack, self._unpack_in_replay)
         except Exception as error:
             if not different and (len(fresh) < total or not stops or not comes_of_stop(error)):
                 if self.kept is not None:
@@ -260,9 +264,8 @@ def _tell_outer_regions(states: RandomState) -> None:
     for _, unpack in hooks_entered():
         outer = getattr(unpack, "__self__", None)
         if isinstance(outer, Frame) and unpack == outer._unpack and outer._options.preserve_rng_state:
-            assert outer._call is not None
             known = [id(generator) for generator in outer.generators]
-            outer._call.random.extend(state for state in states if id(state[0]) not in known)
+            outer.ambient[0][1].extend(state for state in states if id(state[0]) not in known)
 
 
 keep_from_dynamo(Frame._pack, Frame._unpack, Frame._replay, Frame._unpack_in_replay)
