@@ -188,7 +188,9 @@ def problem_while_measuring(name: str, steps: int, share: float, error: type[Bas
 MEASURED = [name for name in TOOLS if TOOLS[name].steps > 2]
 
 
-@pytest.mark.parametrize("name", MEASURED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if TOOLS[name].steps > 4 else ()) for name in MEASURED]
+)
 def test_some_operators_of_steps_that_measure(name: str) -> None:
     shares = [(steps, (steps + 0.5) / TOOLS[name].steps) for steps in range(TOOLS[name].steps)]
     cases = [(name, *share, ERRORS[number % len(ERRORS)]) for number, share in enumerate(shares)]
