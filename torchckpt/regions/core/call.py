@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache, partial
 from itertools import pairwise
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any, TypeAlias
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torchckpt.errors import Fault, RecomputationError, called, raise_fault
 from torchckpt.modules import name_of
 from torchckpt.regions.core.options import Options
-from torchckpt.regions.devices import SyncPoint, accelerator_type, accelerators_of, current_accelerators
+from torchckpt.regions.devices import SyncPoint, accelerators_of, current_accelerators
 from torchckpt.regions.flags import Replay, local
 from torchckpt.regions.private import is_of_newest_node, pop_hooks, push_hooks, set_grad_enabled
 from torchckpt.regions.state import norms
@@ -28,6 +28,7 @@ from torchckpt.regions.state.ambient import (
     drawn_since,
     generators_of,
     random_state,
+    restore_states,
     set_states,
     settings,
     use_settings,
@@ -53,12 +54,9 @@ class Call:
 
     def __init__(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> None:
         self.function = function
-        self._of_inputs: tuple[torch.device, ...] = ()  # the accelerators of the arguments
-        self.devices: tuple[torch.device, ...] = ()
+        self._devices_of_inputs = accelerators_of(args, kwargs)
+        self.devices = self._devices_of_inputs or current_accelerators()
         """The accelerators that the region works on. Without a tensor of one among the arguments, it may be any."""
-        if accelerator_type() is not None:
-            self._of_inputs = accelerators_of(args, kwargs)
-            self.devices = self._of_inputs or current_accelerators()
         self.is_alone = reaches_nothing(function)
         """Whether the function has its arguments alone: no compiled code, and no norm layers."""
         self._options = options
@@ -109,7 +107,7 @@ class Call:
                 state_lock.release()
         if self.devices:  # their backwards run in several threads, which share the generators of other devices
             then, random = ambient.pop()
-            shared = 1 if self._of_inputs else 1 + len(self.devices)  # the first is the CPU's
+            shared = 1 if self._devices_of_inputs else 1 + len(self.devices)  # the first is the CPU's
             ambient.append((then, drawn_since(random[:shared]) + random[shared:]))
         return outputs
 
@@ -162,8 +160,6 @@ class Call:
             arguments = pytree.tree_leaves((self.function.args, self.function.keywords))
             named = [*named, *generators_among(arguments)]
         self.named = named
-        if not named and not self.devices:  # as mostly
-            return [(torch.default_generator, torch.default_generator.get_state())]
         return random_state(generators_of(self.devices, named))
 
     def replay(self, ambient: Ambient, pack: Pack, unpack: Unpack) -> Any:
@@ -212,8 +208,7 @@ class Call:
             pop_hooks()
             if not (self.is_alone or replay.compiles):
                 settle(self.function)
-            for generator, state in random_after:
-                generator.set_state(state)
+            restore_states(random_after)
 
 
 _NOTHING: Mapping[Any, Any] = {}
@@ -264,11 +259,13 @@ def ends_with(saved: Tensor, frame: FrameType, function: Function) -> bool:
     ``frame``, whose operation made ``saved`` and now saves it, must be the frame of ``function`` that the replay has
     called, and return what the operation gives: no other operation and no statement would follow.
     """
+    called_function = function.__func__ if isinstance(function, MethodType) else function
     caller = frame.f_back
     return (
-        caller is not None
+        isinstance(called_function, FunctionType)
+        and frame.f_code is called_function.__code__
+        and caller is not None
         and caller.f_code is _REPLAY  # not a call of the function by itself
-        and getattr(function, "__code__", None) is frame.f_code
         and _returns_next(frame.f_code, frame.f_lasti)
         and is_of_newest_node(saved)  # not an input of an operation that has not run yet
     )

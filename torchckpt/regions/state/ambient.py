@@ -156,6 +156,8 @@ def _device_generator(device: torch.device) -> Generator:
 
 def generators_of(devices: Sequence[torch.device], named: Sequence[Generator]) -> Sequence[Generator]:
     """The CPU's default generator, that of each of ``devices`` (accelerators), and those that the caller ``named``."""
+    if not devices and not named:
+        return (torch.default_generator,)
     return list(dict.fromkeys([torch.default_generator, *map(_device_generator, devices), *named]))
 
 

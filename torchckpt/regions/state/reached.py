@@ -62,9 +62,7 @@ def reaches_nothing(function: Function) -> bool:
     """Whether ``function`` surely reaches nothing but its arguments. That is true of many, and cheap to find out."""
     if type(function) is not FunctionType or function.__closure__ or function.__defaults__ or function.__kwdefaults__:
         return False
-    code = function.__code__
-    _, names = _names.get(id(code)) or _note_names(code)  # no call where they are known
-    return function.__globals__.keys().isdisjoint(names)
+    return function.__globals__.keys().isdisjoint(_names_in(function.__code__))
 
 
 # compilations ---------------------------------------------------------------------------------------------------------
@@ -205,15 +203,13 @@ _names: dict[int, tuple[weakref.ref[CodeType], tuple[str, ...]]] = {}
 
 def _names_in(code: CodeType) -> tuple[str, ...]:
     """The names of globals and attributes in ``code``, and in the functions that are defined in it."""
-    return (_names.get(id(code)) or _note_names(code))[1]
-
-
-def _note_names(code: CodeType) -> tuple[weakref.ref[CodeType], tuple[str, ...]]:
-    key, forget = id(code), _names.pop
-    inside = chain.from_iterable(_names_in(const) for const in code.co_consts if isinstance(const, CodeType))
-    names = tuple(dict.fromkeys([*code.co_names, *inside]))
-    known = _names[key] = weakref.ref(code, lambda _: forget(key, None)), names
-    return known
+    known = _names.get(id(code))
+    if known is None:
+        key, forget = id(code), _names.pop
+        inside = chain.from_iterable(_names_in(const) for const in code.co_consts if isinstance(const, CodeType))
+        names = tuple(dict.fromkeys([*code.co_names, *inside]))
+        known = _names[key] = weakref.ref(code, lambda _: forget(key, None)), names
+    return known[1]
 
 
 class _Tree:
