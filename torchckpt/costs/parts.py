@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
@@ -69,18 +69,28 @@ class Parts:
     def reaches(self, part: int) -> None:
         """The backward comes to a part."""
 
-    def watched(self, children: Sequence[nn.Module] | None) -> AbstractContextManager[None]:
-        """A context around the forward.
+    @contextmanager
+    def watched(self, children: Sequence[nn.Module] | None) -> Iterator[None]:
+        """A context around the forward, with :meth:`enter` and :meth:`leave` around each block, and :meth:`run` in its
+        place.
 
         Args:
             children: the modules whose calls are blocks; None where regions are.
         """
-        return _watched(self.enter, self.leave, self.run, children)
+        with ExitStack() as stack:
+            stack.enter_context(_Regions(self, refused=children is not None).entered())
+            for child in children or ():
+                entering = child.register_forward_pre_hook(
+                    lambda _, args, kwargs: self.enter(args, kwargs), with_kwargs=True, prepend=True
+                )
+                leaving = child.register_forward_hook(lambda *_: self.leave())
+                stack.callback(entering.remove)
+                stack.callback(leaving.remove)
+                if "forward" not in vars(child):
+                    child.forward = partial(self.run, child.forward)
+                    stack.callback(vars(child).pop, "forward")
+            yield
 
-
-_Enter: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], None]
-_Run: TypeAlias = Callable[..., Any]
-"""Calls its first argument, a block, with the others."""
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -90,11 +100,15 @@ class RegionSeen(Exception):
 
 
 class _Regions(Scope):
-    """The scope of all regions of a stage. It tells when outermost ones start and end, and each keeps what it saves."""
+    """The scope of all regions of a stage. It tells when outermost ones start and end, and each keeps what it saves.
 
-    def __init__(self, enter: _Enter, leave: Callable[[], None], run: _Run) -> None:
+    Args:
+        refused: raise RegionSeen at the first one.
+    """
+
+    def __init__(self, parts: Parts, refused: bool) -> None:
         super().__init__(keep=True)
-        self._enter, self._leave, self._run = enter, leave, run
+        self._parts, self._refused = parts, refused
         self._depth = 0
 
     def run(
@@ -102,37 +116,14 @@ class _Regions(Scope):
     ) -> tuple[Any, Frame | None]:
         if self._depth:
             return super().run(function, args, kwargs, options)
-        self._enter(args, kwargs)
+        if self._refused:
+            raise RegionSeen
+        self._parts.enter(args, kwargs)
         self._depth += 1
-        outputs = super().run(partial(self._run, function), args, kwargs, options)
+        outputs = super().run(partial(self._parts.run, function), args, kwargs, options)
         self._depth -= 1
-        self._leave()
+        self._parts.leave()
         return outputs
-
-
-def _seen(*_: Any) -> None:
-    raise RegionSeen
-
-
-@contextmanager
-def _watched(
-    enter: _Enter, leave: Callable[[], None], run: _Run, children: Sequence[nn.Module] | None
-) -> Iterator[None]:
-    """Inside this context, ``enter`` and ``leave`` are called around each block, and ``run`` in its place: each
-    outermost region, or each call of ``children``."""
-    with ExitStack() as stack:
-        stack.enter_context(_Regions(enter if children is None else _seen, leave, run).entered())
-        for child in children or ():
-            entering = child.register_forward_pre_hook(
-                lambda _, args, kwargs: enter(args, kwargs), with_kwargs=True, prepend=True
-            )
-            leaving = child.register_forward_hook(lambda *_: leave())
-            stack.callback(entering.remove)
-            stack.callback(leaving.remove)
-            if "forward" not in vars(child):
-                child.forward = partial(run, child.forward)
-                stack.callback(vars(child).pop, "forward")
-        yield
 
 
 def repeated_children(stages: Sequence[nn.Module]) -> list[nn.Module]:

@@ -148,16 +148,17 @@ def pipeline_costs(
     default = None if dtype is None else _DTYPES[dtype]
     how, layout = Counting(kernels, default, optimizer_bytes, partial(Ledger, seconds_of)), LAYOUT.get()
     chain = counted_chain(build, how if layout is None else _in_mesh(how, layout, machine, seconds_of))
-    if profile:
-        spent = profiled_chain(build, default, device_here())
+    here = device_here() if profile else None
+    if here is not None:
+        spent = profiled_chain(build, default, here)
         chain = [with_seconds(*pair, f"stage {number}") for number, pair in enumerate(zip(chain, spent))]
     stages = tuple(_stage(*pair) for pair in enumerate(chain))
     if not any(stage.blocks for stage in stages):
         rule = "no stage has blocks: regions, or children of an nn.ModuleList or nn.Sequential that repeat"
         raise_fault(Fault(rule, f"{len(stages)} stages without any", "torchckpt.checkpoint(block, x)"))
     bandwidth = machine.link_bytes_per_second if link_bytes_per_second is None else link_bytes_per_second
-    here, link = device_here().type if profile else "", Link(bandwidth=bandwidth)
-    return PipelineCosts(machine, efficiency, stages, tuple(chain), link, optimizer_bytes, here)
+    link, profiled_on = Link(bandwidth=bandwidth), "" if here is None else here.type
+    return PipelineCosts(machine, efficiency, stages, tuple(chain), link, optimizer_bytes, profiled_on)
 
 
 def _in_mesh(how: Counting, layout: Layout, device: Device, seconds_of: SecondsOf) -> Counting:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
@@ -92,7 +92,7 @@ class JobPlan:
     @cached_property
     def bound_seconds(self) -> float:
         """No plan of this schedule and layout has a shorter step, whatever it recomputes."""
-        bound = (self.pipeline or _problem(self.job, self.device_bytes)).bound_seconds
+        bound = (self.pipeline or _problem(self.job, rooms(self.job, self.device_bytes))).bound_seconds
         if not math.isfinite(bound):
             return math.nan
         times = self.job.layout.micro_batches if self.job.layout.pp == 1 else 1
@@ -189,20 +189,22 @@ def fitting(job: Job, device_bytes: float, host: Host | None = None) -> JobPlan 
     """The plan; None if it does not fit."""
     if job.layout.recompute != "planned":
         return JobPlan(job, device_bytes) if fits(job, device_bytes) else None
-    if min(rooms(job, device_bytes)) <= 0:
+    left = rooms(job, device_bytes)
+    if min(left) <= 0:
         return None
     try:
-        return JobPlan(job, device_bytes, planned(_problem(job, device_bytes, host)))
+        return JobPlan(job, device_bytes, planned(_problem(job, left, host)))
     except BudgetInfeasible:  # a host may hold what no device does
         return None
 
 
 def fits(job: Job, device_bytes: float) -> bool:
     """Whether each rank of the job fits, if need be with everything recomputed where that is planned."""
-    if min(rooms(job, device_bytes)) <= 0:
+    left = rooms(job, device_bytes)
+    if min(left) <= 0:
         return False
     if job.layout.recompute == "planned":
-        return not _problem(job, device_bytes).too_small
+        return not _problem(job, left).too_small
     return JobPlan(job, device_bytes).peak_bytes <= device_bytes * (1 - MARGIN)
 
 
@@ -211,9 +213,8 @@ def rooms(job: Job, device_bytes: float) -> list[float]:
     return [device_bytes * (1 - MARGIN) - BUFFERS - rank.total for rank in memory_of(job, [0.0] * job.layout.pp)]
 
 
-def _problem(job: Job, device_bytes: float, host: Host | None = None) -> Problem:
-    budgets = [max(1.0, room) for room in rooms(job, device_bytes)]
-    return problem_of(job.schedule, job.stages, budgets, 0.0, host)
+def _problem(job: Job, left: Sequence[float], host: Host | None = None) -> Problem:
+    return problem_of(job.schedule, job.stages, [max(1.0, room) for room in left], 0.0, host)
 
 
 def _refuse(job: Job, device_bytes: float) -> NoReturn:
