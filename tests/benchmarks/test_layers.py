@@ -6,11 +6,10 @@ import pytest
 from benchmarks.layers import beside
 from benchmarks.turns import Spread
 from tests.scripts import printed_by
+from tests.slow import slow
 
-LONG = [pytest.param(name, marks=pytest.mark.slow) for name in ("resnet20", "unet")]
 
-
-@pytest.fixture(scope="module", params=["gpt6", *LONG])
+@pytest.fixture(scope="module", params=["gpt6", *slow(["resnet20", "unet"])])
 def model(request):
     (model,) = printed_by("layers/short.py", request.param, timeout=900)
     return model

@@ -11,6 +11,7 @@ import pytest
 from benchmarks import run
 from tests.accelerator import TYPE
 from tests.scripts import ROOT
+from tests.slow import slow
 
 pytestmark = pytest.mark.accelerator
 RUN = [sys.executable, str(ROOT / "benchmarks/run.py"), "--rehearse"]
@@ -30,7 +31,7 @@ def rehearse(folder, *arguments):
 
 
 @pytest.mark.parametrize("name", [
-    "pipeline", *(pytest.param(name, marks=pytest.mark.slow) for name in ("graph", "layers", "overhead", "pipe"))
+    "pipeline", *slow(["graph", "layers", "overhead", "pipe"])
 ])
 def test_a_benchmark_runs_to_its_end(tmp_path, name):
     done = rehearse(tmp_path, "--only", name)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.device import Rates
+from tests.slow import slow
 from torchckpt import checkpoint
 from torchckpt.distributed.moving import AllMoved, Boundaries
 from torchckpt.planning import Block, Host, Kind, Link, Stage, one_f_one_b
@@ -165,7 +166,7 @@ class Pipeline:
 FEW, SLOW = [(2, 0.5), (4, 1.0), (4, 2.0)], [(2, 1.0), (2, 2.0), (4, 0.5)]
 
 
-@pytest.fixture(scope="module", params=[*FEW, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)], ids=str)
+@pytest.fixture(scope="module", params=[*FEW, *slow(SLOW)], ids=str)
 def pipeline(request, simulator):
     return Pipeline(simulator, *request.param)
 

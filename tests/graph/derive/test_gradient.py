@@ -14,6 +14,7 @@ from tests.graph.eager import Result, assert_same, step
 from tests.graph.executed import backward, counted, repeats
 from tests.helpers import assert_equal
 from tests.models import MODELS
+from tests.slow import slow
 from torchckpt import graph
 from torchckpt.errors import ArgumentError, CaptureError
 from torchckpt.graph import mark, region
@@ -58,9 +59,7 @@ def ran(case, adjoint, asked, seed=0):
 @pytest.mark.parametrize("checkpoints", [None, "memory"])
 @pytest.mark.parametrize(
     "name",
-    ["nested_outputs", "sparse_embedding", "moe", "mlp24", *(
-        pytest.param(name, marks=pytest.mark.slow) for name in ("gpt6", "resnet20", "unet")
-    )],
+    ["nested_outputs", "sparse_embedding", "moe", "mlp24", *slow(["gpt6", "resnet20", "unet"])],
 )
 def test_all_bits_are_those_of_eager_and_all_bytes_those_of_the_simulation(name, checkpoints):
     case = MODELS[name]()

@@ -12,6 +12,7 @@ from tests.graph.eager import assert_same, measured_peak, step
 from tests.graph.step.test_partial import assert_like_eager
 from tests.graph.traced import joint_of
 from tests.helpers import leaf
+from tests.slow import slow
 from torchckpt import graph
 
 WORDS, WIDTH = 512, 32
@@ -132,7 +133,7 @@ class Program(nn.Module):
         return sum(value.sin().mean() * place for place, value in enumerate(values[3::2]))
 
 
-@pytest.mark.parametrize("seed", [*range(15), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(15, 30))])
+@pytest.mark.parametrize("seed", [*range(15), *slow(range(15, 30))])
 def test_random_programs(seed):
     model, x = Program(seed), leaf(6, 6)
     expected = step(model, (x,), torch.sum)

@@ -10,6 +10,7 @@ from tests.planning.plan.exhaustive import shortest_seconds
 from tests.planning.plan.published import BLOCK, CASES, FIGURES, ONE_F_ONE_B, SHARES, closed_form_seconds
 from tests.planning.plan.random_pipelines import random_pipeline, random_tiny
 from tests.planning.plan.recount import recount
+from tests.slow import slow
 from torchckpt.errors import BudgetInfeasible
 from torchckpt.planning import Block, Stage, fixed
 from torchckpt.planning.order.schedules import named_schedule
@@ -80,7 +81,7 @@ MORE = [65, *range(107, 112), *range(200, 400)]
 """Two in which what is dropped last in its rank is not what is used last; and some more."""
 
 
-@pytest.mark.parametrize("seed", [*TINY, *(pytest.param(seed, marks=pytest.mark.slow) for seed in MORE)])
+@pytest.mark.parametrize("seed", [*TINY, *slow(MORE)])
 def test_near_the_best_of_all_plans(seed):
     arguments = random_tiny(Random(seed))
     best = shortest_seconds(*arguments)

@@ -6,6 +6,7 @@ import pytest
 from tests.planning.remat.brute_force import fastest
 from tests.planning.remat.flows import budget_of, chain, mlp, random_chain, random_step
 from tests.planning.remat.random_flows import random_flow
+from tests.slow import slow
 from torchckpt.planning.remat.flow.dataflow import Dataflow
 from torchckpt.planning.remat.search.exact import optimum
 from torchckpt.planning.remat.search.planner import fit
@@ -19,10 +20,7 @@ def copies_buffers(flow: Dataflow) -> bool:
     return any(flow.forward_results & set(operation.repeat.writes) for operation in flow.operations)
 
 
-MORE = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 100)]
-
-
-@pytest.mark.parametrize("seed", [*range(40), 165, *MORE])
+@pytest.mark.parametrize("seed", [*range(40), 165, *slow(range(40, 100))])
 def test_tiny_steps_beside_brute_force(seed):
     flow = random_flow(seed)
     for share, allowed in ALLOWED.items():

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.planning.plan.by_hand import actions, one_rank
+from tests.slow import slow
 from torchckpt.errors import ArgumentError, BudgetInfeasible
 from torchckpt.planning import Block, Choice, Kind, Link, Stage, one_f_one_b, with_recompute, zero_bubble
 from torchckpt.planning.plan import PipelinePlan, plan_pipeline
@@ -112,7 +113,7 @@ def test_weight_gradients_that_wait_are_in_the_budget(budget):
         assert found.plan.recomputed_share < 1.0
 
 
-@pytest.mark.parametrize("number", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 2))])
+@pytest.mark.parametrize("number", [0, *slow([1, 2])])
 def test_a_small_excess_is_no_reason_to_recompute_everything(number):
     """Measured seconds differ from run to run, and with them what a plan exceeds a budget by.
 

@@ -5,6 +5,7 @@ import pytest
 from tests.planning.remat.brute_force import fastest
 from tests.planning.remat.flows import chain, mlp, random_chain, random_dag, random_step, resnet, transformer, unet
 from tests.planning.remat.random_flows import random_flow
+from tests.slow import slow
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Operation
 from torchckpt.planning.remat.flow.memory import lower_bound_bytes, simulate
 from torchckpt.planning.remat.search import planner
@@ -63,7 +64,7 @@ def test_the_same_schedule_every_time(name: str) -> None:
 
 
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
-@pytest.mark.parametrize("seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 20))])
+@pytest.mark.parametrize("seed", [*range(10), *slow(range(10, 20))])
 def test_of_a_dozen_operations_no_schedule_is_faster(seed: int, share: float) -> None:
     for flow in (random_flow(seed, 10), random_dag(8, seed)):
         budget = int(share * eager_peak_bytes(flow))
