@@ -1,11 +1,11 @@
-"""A Llama of 70 billion parameters whose stages are parallelized, to plan its training before any GPU is rented.
+"""Llama 3 70B on 64 GPUs, whose stages are parallelized, to plan its training before any GPU is rented.
 
-    python -m torchckpt plan examples.plan_parallel:stages --mesh dp=2,tp=8 --device h100 --microbatches 16 \\
-        --schedule 1f1b
+    python -m torchckpt plan examples.plan_parallel:stages --mesh dp=2,tp=8 --device h100 --microbatches 32 \\
+        --schedule all --svg plan.svg
 
 Each of four stages is spread over the ranks of the mesh: tensor and sequence parallel over ``tp``, sharded by FSDP2
-over ``dp``. With ``dp=2,tp=8`` that is 64 GPUs. Nothing is run, and no other process is started. ``parallelize`` is the
-code that a training script has, too.
+over ``dp``. With ``dp=2,tp=8`` that is 64 GPUs, as in ``examples/plan_job.py``. Nothing is run, and no other process is
+started. ``parallelize`` is the code that a training script has, too.
 """
 from __future__ import annotations
 
@@ -94,11 +94,11 @@ def made(size: Size, mesh: DeviceMesh) -> tuple[list[Stage], Tensor, Callable[[T
 
 
 def stages(mesh: DeviceMesh) -> tuple[list[Stage], Tensor, Callable[[Tensor], Tensor]]:
-    """Llama 2 70B in four stages, in bfloat16."""
+    """Llama 3 70B in four stages, in bfloat16 (Grattafiori et al., 2024)."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        return made(Size(stages=4), mesh)
+        return made(Size(vocabulary=128256, tokens=8192, stages=4), mesh)
     finally:
         torch.set_default_dtype(before)
 

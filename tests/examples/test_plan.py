@@ -45,7 +45,7 @@ def test_the_parallel_one_is_counted_as_one_rank_of_sixteen():
 
     with fake_mesh(dp=2, tp=8) as mesh:
         costs = pipeline_costs(lambda: stages(mesh), "h100")
-    size = Size()
+    size = Size(tokens=8192)
     keys = size.width // size.heads * size.key_heads
     matrices = 2 * size.width * (size.width + keys) + 3 * size.width * size.hidden
     block = costs.counted[1].blocks[7]

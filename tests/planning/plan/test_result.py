@@ -21,6 +21,16 @@ def plan():
     return plan_pipeline(schedule, stages, "50%", link)
 
 
+def test_a_longer_step_that_recomputes_nothing_says_why():
+    even, last = Stage((Block(),) * 2), Stage((Block(1.2, 1.2, 1.2, 1.2, 1.5),) * 2)
+    plan = plan_pipeline(zero_bubble(4, 8), [even, even, even, last], 9)
+    assert max(plan.problem.keep_all.peak_bytes) == 12
+    assert plan.summary == (
+        "step 64.4, +1.3 % over keeping all (bound +1.3 %); nothing is recomputed, as another order of the actions "
+        "holds little enough"
+    )
+
+
 def test_the_line_that_people_quote(plan):
     assert str(plan).split("\n")[-1] == plan.summary == (
         "step 283.0, +6.8 % over keeping all (bound +6.8 %); recomputing all +32.5 %, "

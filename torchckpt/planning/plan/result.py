@@ -43,6 +43,8 @@ class PipelinePlan(PlanFigures, Drawn):
         step = f"step {self._text(self.step_seconds)}, {self._over(self.step_seconds)}"
         step += f"{' over keeping all' * (self.alone is None)} (bound {self._over(self.bound_seconds)})"
         if not self.recomputed_share and not self.moves:
+            if self.overhead(self.step_seconds) >= 5e-4:
+                return f"{step}; nothing is recomputed, as another order of the actions holds little enough"
             return f"{step}; everything fits, so nothing need be recomputed"
         if self.alone is not None:
             recomputing, offloading = map(self._over, self.alone)
