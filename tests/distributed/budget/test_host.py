@@ -9,6 +9,7 @@ from torch import nn
 
 from tests.distributed.stages import SINGLE, Stage, equal, gradients_of, loss_of, schedule_on
 from tests.settings import with_gloo
+from tests.slow import slow
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead
 from torchckpt.errors import ArgumentError, BudgetInfeasible, CheckpointError, ScheduleError
@@ -38,7 +39,7 @@ def stages_on(name, device, regions):
     stages = []
     count = 1 if name in SINGLE else 2
     for index in range(count):
-        blocks = [Block() for _ in range(BLOCKS)]
+        blocks = [Block() for _ in range(BLOCKS // count)]
         for block in blocks if regions else ():
             checkpoint_module(block)
         stages.append(Stage(nn.Sequential(*blocks).to(device), index, count, device))
@@ -68,7 +69,7 @@ def plain(name, device, steps):
     return trained(name, device, steps)[0]
 
 
-@pytest.mark.parametrize("budget", ["55%", "70%"])
+@pytest.mark.parametrize("budget", ["55%", *slow(["70%"])])
 @pytest.mark.parametrize("name", NAMES)
 def test_equal_to_the_bit_and_within_the_budget(accelerator, name, budget):
     seen, schedule = trained(name, accelerator, 6, budget=budget, host=HOST)
@@ -83,7 +84,7 @@ def test_equal_to_the_bit_and_within_the_budget(accelerator, name, budget):
     assert "planned on host" in str(report)
 
 
-@pytest.mark.parametrize("budget", ["50%", pytest.param("60%", marks=pytest.mark.slow), "85%"])
+@pytest.mark.parametrize("budget", ["50%", *slow(["60%"]), "85%"])
 @pytest.mark.parametrize("name", NAMES)
 def test_no_action_takes_more_than_planned(accelerator, name, budget, monkeypatch):
     measured = []
