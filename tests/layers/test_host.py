@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.slow import slow
 from torchckpt import ArgumentError, CheckpointError, checkpoint_layers
 from torchckpt.layers.away import Away, HostLink, best_away, with_away
 from torchckpt.layers.known import KnownStep, KnownSteps, Limit, measured, ran_out

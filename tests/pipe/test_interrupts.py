@@ -93,7 +93,8 @@ def test_an_interrupt_at_any_line_leaves_all_as_before(run: Any, every: int) -> 
     with counted.on():
         run(pipe, x)
     after, skips = state(pipe), skip._current.get()  # those that earlier tests have stashed outside of a pipe
-    for line in [*range(every, counted.lines, every), *range(counted.lines - 60, counted.lines + 1, every // 11)]:  # the update
+    end = range(counted.lines - 60, counted.lines + 1, every // 11)  # the update
+    for line in [*range(every, counted.lines, every), *end]:
         pipe, interrupts = a_pipe(), Interrupts(line)
         before = state(pipe)
         with pytest.raises(KeyboardInterrupt), interrupts.on():

@@ -39,7 +39,7 @@ def stages_on(name, device, regions):
     stages = []
     count = 1 if name in SINGLE else 2
     for index in range(count):
-        blocks = [Block() for _ in range(BLOCKS // count)]
+        blocks = [Block() for _ in range(BLOCKS + 1 - count)]
         for block in blocks if regions else ():
             checkpoint_module(block)
         stages.append(Stage(nn.Sequential(*blocks).to(device), index, count, device))

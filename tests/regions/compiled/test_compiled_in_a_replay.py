@@ -89,7 +89,8 @@ def nested(function, *inputs):
 CALLS = [by_call, prefetched, nested]
 
 
-BACKENDS, COMPILED = [("eager", 1), ("aot_eager", 2), ("eager", 2), ("aot_eager", 1)], [of_module, in_place, of_function]
+BACKENDS = [("eager", 1), ("aot_eager", 2), ("eager", 2), ("aot_eager", 1)]
+COMPILED = [of_module, in_place, of_function]
 QUICK = [  # each way to compile with each backend, and with two ways to call
     (*BACKENDS[0], of_module, by_call), (*BACKENDS[0], in_place, prefetched), (*BACKENDS[0], of_function, nested),
     (*BACKENDS[1], of_module, nested), (*BACKENDS[1], in_place, by_call), (*BACKENDS[1], of_function, prefetched),
