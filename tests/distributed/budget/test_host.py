@@ -9,7 +9,6 @@ from torch import nn
 
 from tests.distributed.stages import SINGLE, Stage, equal, gradients_of, loss_of, schedule_on
 from tests.settings import with_gloo
-from tests.slow import slow
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead
 from torchckpt.errors import ArgumentError, BudgetInfeasible, CheckpointError, ScheduleError
@@ -69,8 +68,13 @@ def plain(name, device, steps):
     return trained(name, device, steps)[0]
 
 
-@pytest.mark.parametrize("budget", ["55%", *slow(["70%"])])
-@pytest.mark.parametrize("name", NAMES)
+def cases(budgets, quick):
+    """Both schedules within all budgets, of which those that are not quick are slow."""
+    pairs = [(name, budget) for name in NAMES for budget in budgets]
+    return [pytest.param(*pair, marks=() if pair in quick else pytest.mark.slow) for pair in pairs]
+
+
+@pytest.mark.parametrize(("name", "budget"), cases(["55%", "70%"], [(NAMES[0], "55%"), (NAMES[1], "70%")]))
 def test_equal_to_the_bit_and_within_the_budget(accelerator, name, budget):
     seen, schedule = trained(name, accelerator, 6, budget=budget, host=HOST)
     assert equal(seen, plain(name, accelerator, 6))
@@ -84,8 +88,9 @@ def test_equal_to_the_bit_and_within_the_budget(accelerator, name, budget):
     assert "planned on host" in str(report)
 
 
-@pytest.mark.parametrize("budget", ["50%", *slow(["60%"]), "85%"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "budget"), cases(["50%", "60%", "85%"], [(NAMES[0], "50%"), (NAMES[0], "85%"), (NAMES[1], "50%")])
+)
 def test_no_action_takes_more_than_planned(accelerator, name, budget, monkeypatch):
     measured = []
     monkeypatch.setattr(fit_measured, "beside_of", lambda *args: measured.append(beside_of(*args)) or measured[-1])
