@@ -6,9 +6,16 @@ from typing import Any
 
 import pytest
 
-__all__ = ["slow"]
+__all__ = ["selected", "slow"]
 
 
 def slow(values: Iterable[Any]) -> list[Any]:
     """Parameters with the mark, one for each of ``values``."""
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+def selected(request: pytest.FixtureRequest, parameter: str) -> list[Any]:
+    """The values of a parameter in the tests of the module that this run has: a set-up of all of them needs no more."""
+    items = [item for item in request.session.items if getattr(item, "module", None) is request.module]
+    calls = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    return list(dict.fromkeys(params[parameter] for params in calls if parameter in params))

@@ -94,16 +94,21 @@ def test_the_picture_shows_all_recomputes_above_and_none_of_the_last_stage_below
 # within a budget -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_steps_within_a_budget_beside_the_rules(run, tmp_path):
     printed = run("--compare", "2", "--budget", "1MB", "--out", str(tmp_path))
     assert re.search(r"^ +all blocks +the same 0 of each stage +planned$", printed, re.MULTILINE)
+    assert_equal_in_three_ways(printed)
+    assert len(re.findall(r"^peak of process [01], of 1 MB( +[\d.]+ MB){3}$", printed, re.MULTILINE)) == 2
+    assert "everything fits, so nothing need be recomputed" in printed
+    assert printed.splitlines()[-1].endswith(f" The picture of the steps is {tmp_path / 'pipeline-plan.svg'}")
+
+
+def assert_equal_in_three_ways(printed):
     (losses,) = re.findall(r"^loss of the last step +(.*)$", printed, re.MULTILINE)
     assert len(losses.split()) == 3
     assert len(set(losses.split())) == 1
     assert re.search(r"^parameters bit-equal +yes +yes +yes$", printed, re.MULTILINE)
-    assert len(re.findall(r"^peak of process [01], of 1 MB( +[\d.]+ MB){3}$", printed, re.MULTILINE)) == 2
-    assert "everything fits, so nothing need be recomputed" in printed
-    assert printed.splitlines()[-1].endswith(f" The picture of the steps is {tmp_path / 'pipeline-plan.svg'}")
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +117,10 @@ def sleeping(run, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sleeping")
     printed = run("--sleep", "1", "--compare", "2", "--budget", "50%", "--out", str(folder))
     return printed, ElementTree.parse(folder / "pipeline-plan.svg").getroot()
+
+
+def test_steps_within_half_of_the_bytes_are_equal(sleeping):
+    assert_equal_in_three_ways(sleeping[0])
 
 
 def test_blocks_that_sleep_are_said_to(sleeping):

@@ -10,15 +10,17 @@ from tests.faults.soak import Amounts, grows
 from tests.faults.tools import TOOLS
 from tests.regions.moved.calls import let_cpu_move
 from tests.settings import with_gloo
+from tests.slow import slow
 
 
 @with_gloo
+@pytest.mark.parametrize("steps", [33, *slow([55])])
 @pytest.mark.parametrize("name", TOOLS)
-def test_a_short_soak_is_flat(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_soak_is_flat(name: str, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     let_cpu_move(monkeypatch)
     torch.manual_seed(0)
     with one_rank():
-        looks = soak.soak(TOOLS[name].make(2), 55)
+        looks = soak.soak(TOOLS[name].make(2), steps)
     assert [text for text in grows(looks) if not text.startswith(("kilobytes", "seconds"))] == []
 
 

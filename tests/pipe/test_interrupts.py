@@ -17,6 +17,7 @@ from torch.nn.functional import mse_loss
 
 import torchckpt
 from tests.pipe.skips import Pop, Stash
+from tests.slow import slow
 from torchckpt.pipe import batchnorm, skip
 from torchckpt.regions.flags import local
 from torchckpt.regions.private import hooks_in_force
@@ -85,13 +86,15 @@ def forward(pipe: torchckpt.Pipe, x: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("run", [step, forward])
-def test_an_interrupt_at_any_line_leaves_all_as_before(run: Any) -> None:
+@pytest.mark.parametrize("every", [33, *slow([11])])
+def test_an_interrupt_at_any_line_leaves_all_as_before(run: Any, every: int) -> None:
     x, pipe, counted = torch.randn(4, 3), a_pipe(), Interrupts()
     run(a_pipe(), x)  # what torch does once
     with counted.on():
         run(pipe, x)
     after, skips = state(pipe), skip._current.get()  # those that earlier tests have stashed outside of a pipe
-    for line in [*range(11, counted.lines, 11), *range(counted.lines - 60, counted.lines + 1)]:  # the end is the update
+    end = range(counted.lines - 60, counted.lines + 1, every // 11)  # the update
+    for line in [*range(every, counted.lines, every), *end]:
         pipe, interrupts = a_pipe(), Interrupts(line)
         before = state(pipe)
         with pytest.raises(KeyboardInterrupt), interrupts.on():

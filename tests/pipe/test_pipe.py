@@ -18,6 +18,7 @@ import torchckpt
 from tests.pipe.skips import Pop, Stash
 from tests.pipe.stages import gradients, run, stages_of
 from tests.settings import without_collector
+from tests.slow import slow
 from torchckpt.errors import ArgumentError
 from torchckpt.pipe import NoChunk
 from torchckpt.pipe.partition import Layer, partition, placement_faults
@@ -372,8 +373,9 @@ def test_nothing_is_left_of_a_mini_batch(checkpoint: Any, backward: bool) -> Non
         assert len(refs) >= 12
 
 
+@pytest.mark.parametrize("forwards", [200, *slow([1000])])
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_a_thousand_forwards_leave_no_tensor_and_no_frame_behind(checkpoint: Any) -> None:
+def test_forwards_leave_no_tensor_and_no_frame_behind(checkpoint: Any, forwards: int) -> None:
     def alive() -> int:
         return sum(type(value) in (Tensor, Frame, StageSkips, Skips) for value in gc.get_objects())
 
@@ -383,7 +385,7 @@ def test_a_thousand_forwards_leave_no_tensor_and_no_frame_behind(checkpoint: Any
     pipe(x)
     with without_collector():
         before = alive()
-        for _ in range(1000):
+        for _ in range(forwards):
             pipe(x)
         assert alive() == before
 

@@ -38,7 +38,7 @@ def stages_on(name, device, regions):
     stages = []
     count = 1 if name in SINGLE else 2
     for index in range(count):
-        blocks = [Block() for _ in range(BLOCKS)]
+        blocks = [Block() for _ in range(BLOCKS + 1 - count)]
         for block in blocks if regions else ():
             checkpoint_module(block)
         stages.append(Stage(nn.Sequential(*blocks).to(device), index, count, device))
@@ -68,8 +68,13 @@ def plain(name, device, steps):
     return trained(name, device, steps)[0]
 
 
-@pytest.mark.parametrize("budget", ["55%", "70%"])
-@pytest.mark.parametrize("name", NAMES)
+def cases(budgets, quick):
+    """Both schedules within all budgets, of which those that are not quick are slow."""
+    pairs = [(name, budget) for name in NAMES for budget in budgets]
+    return [pytest.param(*pair, marks=() if pair in quick else pytest.mark.slow) for pair in pairs]
+
+
+@pytest.mark.parametrize(("name", "budget"), cases(["55%", "70%"], [(NAMES[0], "55%"), (NAMES[1], "70%")]))
 def test_equal_to_the_bit_and_within_the_budget(accelerator, name, budget):
     seen, schedule = trained(name, accelerator, 6, budget=budget, host=HOST)
     assert equal(seen, plain(name, accelerator, 6))
@@ -83,8 +88,9 @@ def test_equal_to_the_bit_and_within_the_budget(accelerator, name, budget):
     assert "planned on host" in str(report)
 
 
-@pytest.mark.parametrize("budget", ["50%", pytest.param("60%", marks=pytest.mark.slow), "85%"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "budget"), cases(["50%", "60%", "85%"], [(NAMES[0], "50%"), (NAMES[0], "85%"), (NAMES[1], "50%")])
+)
 def test_no_action_takes_more_than_planned(accelerator, name, budget, monkeypatch):
     measured = []
     monkeypatch.setattr(fit_measured, "beside_of", lambda *args: measured.append(beside_of(*args)) or measured[-1])

@@ -23,7 +23,7 @@ from torchckpt.distributed import recompute_ahead
 from torchckpt.errors import ScheduleError
 
 RANKS, MICRO_BATCHES, FAULTY = 3, 6, 1
-TIMEOUT_SECONDS = 8.0
+TIMEOUT_SECONDS = 4.0
 CASES = ("forward", "recompute", "backward", "stays", "dies")  # the last one ends its process
 
 pytestmark = with_gloo

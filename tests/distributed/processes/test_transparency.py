@@ -30,6 +30,7 @@ from tests.distributed.stages import (
     train,
 )
 from tests.settings import with_gloo
+from tests.slow import selected, slow
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead
 from torchckpt.features import release_of
@@ -91,22 +92,22 @@ def test_all_stages_on_one_rank(name):
     assert same_as_torch(name) == dict.fromkeys(MODES, True)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_two_ranks(reported, name):
+@pytest.mark.parametrize("pair", [*NAMES[1::2], *slow(NAMES[::2])])
+def test_two_ranks(reported, pair):
     for report in reported:
-        assert report[name] == dict.fromkeys(ON_TWO_RANKS, True)
+        assert report[pair] == dict.fromkeys(ON_TWO_RANKS, True)
 
 
-@pytest.mark.parametrize("name", MEASURED)
-def test_two_ranks_that_move_recomputes_by_what_they_measured(reported, name):
+@pytest.mark.parametrize("measured", [*MEASURED[1:3], *slow([MEASURED[0], MEASURED[3]])])
+def test_two_ranks_that_move_recomputes_by_what_they_measured(reported, measured):
     for report in reported:
-        assert report["measured"][name] == {"costs measured": True}
+        assert report["measured"][measured] == {"costs measured": True}
 
 
-@pytest.mark.parametrize("name", UNDIVIDED)
-def test_a_number_of_micro_batches_that_the_ranks_do_not_divide(reported, name):
+@pytest.mark.parametrize("undivided", [*list(UNDIVIDED)[:3], *slow(list(UNDIVIDED)[3:])])
+def test_a_number_of_micro_batches_that_the_ranks_do_not_divide(reported, undivided):
     for report in reported:
-        assert report["undivided"][name] is True
+        assert report["undivided"][undivided] is True
 
 
 @pytest.mark.skipif(
@@ -126,15 +127,16 @@ def test_rows_that_the_micro_batches_do_not_divide_fail_in_torch_as_well(reporte
 
 
 @pytest.fixture(scope="module")
-def reported(tmp_path_factory):
-    return on_ranks(report_of_rank, tmp_path_factory.mktemp("ranks"))
+def reported(request, tmp_path_factory):
+    names = {parameter: selected(request, parameter) for parameter in ("pair", "measured", "undivided")}
+    return on_ranks(functools.partial(report_of_rank, **names), tmp_path_factory.mktemp("ranks"))
 
 
-def report_of_rank(rank):
+def report_of_rank(rank, pair, measured, undivided):
     logging.getLogger("torch.distributed.pipelining").disabled = True  # prints the schedule where a step fails
-    report = {name: attempted(same_as_torch, name, ON_TWO_RANKS, 2) for name in NAMES}
-    report["measured"] = {name: attempted(same_as_torch, name, ["costs measured"]) for name in MEASURED}
-    report["undivided"] = {name: attempted(same, name, train, Blocks, m) for name, m in UNDIVIDED.items()}
+    report = {name: attempted(same_as_torch, name, ON_TWO_RANKS, 2) for name in pair}
+    report["measured"] = {name: attempted(same_as_torch, name, ["costs measured"]) for name in measured}
+    report["undivided"] = {name: attempted(same, name, train, Blocks, UNDIVIDED[name]) for name in undivided}
     report["several"] = attempted(same, "Schedule1F1B", train, Several)
     modes = [] if BEFORE_2_13 else [None, MODES["nothing exempt"]]
     report["uneven"] = [attempted(step_of_uneven_rows, mode) for mode in modes]

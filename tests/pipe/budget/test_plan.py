@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.pipe.budget.models import Wide
+from tests.slow import slow
 from torchckpt import BudgetInfeasible
 from torchckpt.pipe.budget.blocks import blocks_of
 from torchckpt.pipe.budget.count import Counted
@@ -82,7 +83,7 @@ def test_every_choice_is_tried(seed):
 
 
 @pytest.mark.parametrize("order", [graph_order, step_order])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, 3, 4, 5, *slow([2])])
 def test_more_budget_is_never_slower(seed, order):
     stages = 1 + seed % 3
     made = random_stages(seed, stages, 2)

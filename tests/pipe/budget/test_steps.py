@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from tests.pipe.budget.models import MODELS, SIZE, WAYS, Raises, Wide, budgeted, pair, state, step, wide
+from tests.slow import slow
 from torchckpt import ArgumentError, BudgetInfeasible, CheckpointError, Pipe
 from torchckpt.planning import Kind
 from torchckpt.regions.private import dispatch_modes_are_active
@@ -41,15 +42,23 @@ def planned(name, way, share, chunks=4):
     return pipe
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", MODELS)
+def halved(cases):
+    """Each case in both ways, of which the second one in turn is slow."""
+    quick = {(*case, WAYS[number % 2]) for number, case in enumerate(cases)}
+    both = [(*case, way) for case in cases for way in WAYS]
+    return [pytest.param(*each, marks=() if each in quick else pytest.mark.slow) for each in both]
+
+
+@pytest.mark.parametrize(("name", "way"), halved([(name,) for name in MODELS]))
 def test_a_step_is_that_of_the_pipe_without_a_budget(name, way):
     pipe = planned(name, way, "65%")
     assert pipe.plan.recomputed_share > 0
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("share", "chunks"), [("35%", 8), ("50%", 2), ("80%", 4), ("90%", 3), ("100%", 4)])
+SHARES = [("50%", 2), ("35%", 8), ("80%", 4), ("90%", 3), ("100%", 4)]
+
+
+@pytest.mark.parametrize(("share", "chunks", "way"), halved(SHARES))
 def test_a_step_takes_what_is_planned(share, chunks, way):
     report = planned("wide", way, share, chunks).report()
     for measured, foretold, budget in zip(
@@ -73,7 +82,7 @@ def test_the_order_of_the_plan_runs_as_it_is():
     assert any(action.kind is Kind.RECOMPUTE for actions in order.ranks for action in actions)
 
 
-@pytest.mark.parametrize("share", ["60%", "90%"])
+@pytest.mark.parametrize("share", ["60%", *slow(["90%"])])
 def test_one_stage_is_the_loop_over_micro_batches(share):
     """With dropout: here both draw in one order."""
     _, pipe = budgeted("one stage", "step", share)

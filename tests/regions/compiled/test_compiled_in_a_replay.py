@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from itertools import product
 
 import pytest
 import torch
@@ -88,14 +89,18 @@ def nested(function, *inputs):
 CALLS = [by_call, prefetched, nested]
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("compiled", [of_module, in_place, of_function])
+BACKENDS = [("eager", 1), ("aot_eager", 2), ("eager", 2), ("aot_eager", 1)]
+COMPILED = [of_module, in_place, of_function]
+QUICK = [  # each way to compile with each backend, and with two ways to call
+    (*BACKENDS[0], of_module, by_call), (*BACKENDS[0], in_place, prefetched), (*BACKENDS[0], of_function, nested),
+    (*BACKENDS[1], of_module, nested), (*BACKENDS[1], in_place, by_call), (*BACKENDS[1], of_function, prefetched),
+]  # fmt: skip
+EVERY = [(*backend, *ways) for backend, *ways in product(BACKENDS, COMPILED, CALLS)]
+
+
 @pytest.mark.parametrize(
-    ("backend", "inputs"),
-    [
-        ("eager", 1), ("aot_eager", 2),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("eager", 2), ("aot_eager", 1))),
-    ],
+    ("backend", "inputs", "compiled", "call"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in EVERY],
 )
 def test_the_documented_guard_in_a_compiled_block(backend, inputs, compiled, call):
     block, given = Counted(), [leaf(4, 4) for _ in range(inputs)]
