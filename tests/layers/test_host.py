@@ -12,9 +12,10 @@ from torch import nn
 
 from torchckpt import ArgumentError, CheckpointError, checkpoint_layers
 from torchckpt.layers.away import Away, HostLink, best_away, with_away
+from torchckpt.layers.foretell import of_another_size
 from torchckpt.layers.known import KnownStep, KnownSteps, Limit, measured, ran_out
 from torchckpt.layers.plan import LayersPlan, kept_within
-from torchckpt.layers.took import Call, Took, of_another_size
+from torchckpt.layers.took import Call, Took
 from torchckpt.regions.moved.copies import copies_of
 from torchckpt.testing import count_recomputes
 

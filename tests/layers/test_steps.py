@@ -459,7 +459,7 @@ def test_a_size_far_off_is_counted(model):
 
 
 def test_steps_that_are_foretold_are_forgotten_too(monkeypatch):
-    monkeypatch.setattr("torchckpt.measuring.known._MOST", 4)
+    monkeypatch.setattr("torchckpt.measuring.remembered._MOST", 4)
     model = Model([Wide(16, 32) for _ in range(2)])
     with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB") as handle:
         counts = [recomputes(model, torch.randn(2, length, 16)) for length in (16, 32, *range(17, 32))]

@@ -11,6 +11,7 @@ from torchckpt.errors import ArgumentError, BudgetInfeasible
 from torchckpt.jobs import MODELS, Job, JobPlan, Layout, Machine, machine_named, model_named, plan_job, search_layouts
 from torchckpt.jobs.layout import RECOMPUTES, SOFTWARE, STATES
 from torchckpt.jobs.picture import drawn
+from torchckpt.planning.order.schedules import CHUNKS
 from torchckpt.planning.work.host import Host
 
 __all__ = ["add_job", "job_faults", "run_job"]
@@ -109,8 +110,7 @@ def _layout(options: argparse.Namespace) -> Layout:
     schedule = options.schedule or "1f1b"
     if schedule == "all":
         raise Unusable("--schedule all is given with --model; works: --search, or --schedule 1f1b")
-    if schedule in ("interleaved_1f1b", "looped_bfs"):
-        named.setdefault("chunks", 2)
+    named.setdefault("chunks", CHUNKS.get(schedule, 1))
     framework = options.framework or ("torchtitan" if state == "fsdp2" else "megatron")
     recompute = options.policy or "planned"
     return Layout(**named, schedule=schedule, recompute=recompute, state=state, software=SOFTWARE[framework])

@@ -12,6 +12,7 @@ from torchckpt.jobs.model import Model
 from torchckpt.jobs.order import schedule_of
 from torchckpt.jobs.rates import Machine
 from torchckpt.planning.order.schedule import Schedule, Visit
+from torchckpt.planning.order.schedules import SPLIT
 from torchckpt.planning.step.simulated import Step
 from torchckpt.planning.work.block import NOTHING, Block, Link, Stage, fixed
 from torchckpt.planning.work.choice import Choice, Choices
@@ -19,7 +20,7 @@ from torchckpt.planning.work.collective import Collective
 
 __all__ = ["Job"]
 
-_SPLIT = ("zero_bubble", "zb-2p", "zbv", "dualpipe_v")
+_SPLIT = (*SPLIT, "zb-2p")
 """Schedules with split backwards. Their steps overlap: a rank begins the next one when it has ended its own part."""
 
 

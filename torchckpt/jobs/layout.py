@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torchckpt.errors import Fault
 from torchckpt.jobs.model import Model
+from torchckpt.planning.order.schedules import FOLDED
 
 __all__ = ["RECOMPUTES", "SOFTWARE", "STATES", "Layout", "Software"]
 
@@ -51,9 +52,6 @@ class Software:
     shares the state it sums them in each backward (DTensor of torch)."""
     offloads: bool = False
 
-
-_FOLDED = ("zbv", "dualpipe_v")
-"""Schedules whose stages go there and back."""
 
 SOFTWARE = {
     "megatron": Software(),
@@ -130,12 +128,12 @@ class Layout:
 
     @property
     def stages(self) -> int:
-        return self.pp * (2 if self.schedule in _FOLDED and self.pp > 1 else self.chunks)
+        return self.pp * (2 if self.schedule in FOLDED and self.pp > 1 else self.chunks)
 
     @property
     def placement(self) -> tuple[int, ...]:
         """The rank of a pipeline that each stage is on."""
-        if self.stages == 2 * self.pp and self.schedule in _FOLDED:
+        if self.stages == 2 * self.pp and self.schedule in FOLDED:
             return (*range(self.pp), *range(self.pp)[::-1])
         return tuple(stage % self.pp for stage in range(self.stages))
 

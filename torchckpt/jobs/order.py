@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from torchckpt.jobs.layout import Layout
 from torchckpt.planning.order.schedule import Schedule, Visit, in_turn
-from torchckpt.planning.order.schedules import named_schedule
+from torchckpt.planning.order.schedules import CHUNKS, named_schedule
 
 __all__ = ["schedule_of"]
 
@@ -18,8 +18,7 @@ def schedule_of(layout: Layout) -> Schedule:
         return _ordered(name, ranks, count, ahead=2, behind=2)
     if name == "1f1b":
         return _ordered(name, ranks, count, extra=layout.ahead)
-    chunks = layout.chunks if name in ("interleaved_1f1b", "looped_bfs", "zero_bubble") else None
-    return named_schedule(name, ranks, count, chunks)
+    return named_schedule(name, ranks, count, layout.chunks if name in CHUNKS else None)
 
 
 def _ordered(name: str, ranks: int, count: int, ahead: int = 1, behind: int | None = None, extra: int = 0) -> Schedule:

@@ -19,7 +19,7 @@ from torchckpt.errors import CheckpointError
 from torchckpt.layers.known import KnownSteps
 from torchckpt.layers.plan import Wish, chosen
 from torchckpt.layers.took import Call, Took
-from torchckpt.measuring.known import Remembered
+from torchckpt.measuring.remembered import Remembered
 from torchckpt.ranks.turns import Absent, told_by_all
 
 __all__ = ["Agreement"]

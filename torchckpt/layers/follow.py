@@ -27,8 +27,8 @@ from torchckpt.layers.count import Counter
 from torchckpt.layers.known import KnownStep, KnownSteps, has_run_out, measured, ran_out
 from torchckpt.layers.plan import LayersPlan, Wish
 from torchckpt.layers.step import CALLER, MOST_CALLS, PLAIN, Step
-from torchckpt.measuring.known import SHOWN
-from torchckpt.measuring.shapes import Settings, Shapes, shapes_of
+from torchckpt.measuring.remembered import SHOWN
+from torchckpt.measuring.shapes import ModelSettings, Shapes, shapes_of
 from torchckpt.modules import is_compiled
 from torchckpt.planning import Kind
 from torchckpt.regions.core.checkpointing import refuse_transforms, run
@@ -60,7 +60,7 @@ class Steps:
 
     def __init__(self, model: nn.Module, known: KnownSteps) -> None:
         self._model, self._known = weakref.ref(model), known
-        self._settings = Settings(model)
+        self._settings = ModelSettings(model)
         self._uncertain: dict[Shapes, int] = {}
         """By what steps begin with that may be others than known ones: how often to count what comes."""
         self.step: Step | None = None

@@ -15,11 +15,12 @@ import torch
 from torchckpt.errors import BudgetInfeasible, CheckpointError, Fault, called, raise_fault
 from torchckpt.layers.away import HostLink, best_away
 from torchckpt.layers.count import Counter
+from torchckpt.layers.foretell import of_another_size
 from torchckpt.layers.plan import LayersPlan, Wish, chosen, kept_within
-from torchckpt.layers.took import Key, Took, of_another_size
-from torchckpt.measuring.known import LESS, NEAR, Followed, Remembered
+from torchckpt.layers.took import Key, Took
 from torchckpt.measuring.link import measured_link
-from torchckpt.measuring.shapes import Settings, Shapes
+from torchckpt.measuring.remembered import LESS, NEAR, Followed, Remembered
+from torchckpt.measuring.shapes import ModelSettings, Shapes
 from torchckpt.planning.budget import Budget, budget_bytes, enough, whole
 from torchckpt.regions.live import allocator_of
 from torchckpt.regions.moved.copies import copies_of, goes_from
@@ -41,7 +42,7 @@ class Limit:
     host: Budget | None = None
     """What may be on the host of the device."""
 
-    def before_bytes(self, device: torch.device, settings: Settings) -> float:
+    def before_bytes(self, device: torch.device, settings: ModelSettings) -> float:
         """What was allocated on the ``device`` before the step that begins, if that is taken off."""
         if self.device_memory is None:
             return 0.0
@@ -138,7 +139,7 @@ class KnownSteps:
         self._device = torch.device("cpu")
         """That of the step that began last."""
 
-    def beginning(self, first: Shapes, device: torch.device, settings: Settings) -> list[KnownStep]:
+    def beginning(self, first: Shapes, device: torch.device, settings: ModelSettings) -> list[KnownStep]:
         """The steps whose first call begins with ``first``; no steps that take less because they had gradients that
         this one has not."""
         before_bytes, self._device = self._limit.before_bytes(device, settings), device

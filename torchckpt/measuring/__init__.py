@@ -1,7 +1,7 @@
 """What a step takes while it runs, for ``layers/``, ``pipe/`` and ``distributed/``.
 
     link              bytes a second to the host and back
-    known             the steps that are remembered, and what becomes of a plan that takes too much
+    remembered        the steps that were counted, and what becomes of a plan that takes too much
     shapes            what the bytes of a step depend on
     live              the bytes that are alive in each action
     record            the times of each action, and of the replays

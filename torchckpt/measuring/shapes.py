@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from torchckpt.modules import imported
 
-__all__ = ["Settings", "Shapes", "shapes_of"]
+__all__ = ["ModelSettings", "Shapes", "shapes_of"]
 
 Shapes: TypeAlias = tuple[Any, ...]
 _trains, _requires_grad = attrgetter("training"), attrgetter("requires_grad")
@@ -28,7 +28,7 @@ def shapes_of(*tree: Any) -> Shapes:
     )
 
 
-class Settings:
+class ModelSettings:
     """What else the bytes of a model's steps depend on. It does not hold the model."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""``is_checkpointing()`` and ``is_recomputing()``: what the current thread is doing."""
+"""Flags of this library, by thread: ``is_checkpointing()``, ``is_recomputing()``, and what a running replay holds."""
 from __future__ import annotations
 
 import threading

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import BudgetInfeasible, CheckpointError
-from torchckpt.measuring.known import LESS, SHOWN, Followed, Remembered
 from torchckpt.measuring.live import Watch
-from torchckpt.measuring.shapes import Settings, shapes_of
+from torchckpt.measuring.remembered import LESS, SHOWN, Followed, Remembered
+from torchckpt.measuring.shapes import ModelSettings, shapes_of
 from torchckpt.pipe.budget.blocks import parts_of
 from torchckpt.pipe.budget.count import Count, Counted
 from torchckpt.pipe.budget.following import Following
@@ -85,7 +85,7 @@ class Within:
         self._followed: _Known | None = None
         self._in_place: dict[tuple[int, int], ChangedInputs] = {}
         self._waiting: weakref.ref[_Mark] | None = None
-        self._settings: Settings | None = None
+        self._settings: ModelSettings | None = None
         self._watch = Watch()
         weakref.finalize(self, self._watch.stop)
         self._warned: set[str] = set()
@@ -195,7 +195,7 @@ class Within:
     def _now(self, pipe: nn.Module, stages: Sequence[Stage]) -> Any:
         """What else the bytes of a step depend on."""
         if self._settings is None:
-            self._settings = Settings(pipe)
+            self._settings = ModelSettings(pipe)
         kinds = sorted({stage.device.type for stage in stages})
         return self._settings.now(*kinds), *((stage.device, len(stage.layers)) for stage in stages)
 

@@ -1,4 +1,4 @@
-"""Gantt chart as text: ``stage 1 | . F0 F1 R1 B1``, one row per stage, or per rank that holds several."""
+"""Gantt: the chart as text, ``stage 1 | . F0 F1 R1 B1``, one row per stage, or per rank that holds several."""
 from __future__ import annotations
 
 import math

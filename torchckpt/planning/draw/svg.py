@@ -1,4 +1,4 @@
-"""Gantt chart as SVG: who does what when, when gradients arrive, and the memory that it takes, on one time scale.
+"""SVG: the step as a Gantt chart, when gradients arrive, and below it the memory that it takes, on one time scale.
 
  [0] title, subtitle
  ┌ panel, one per timeline ──────────────────────────────────────────────────┐

@@ -24,8 +24,8 @@ from torchckpt.planning.order.schedule import (
 )
 
 __all__ = [
-    "NAMES", "dualpipe_v", "eager_one_f_one_b", "gpipe", "interleaved_one_f_one_b", "looped_bfs", "named_schedule",
-    "one_f_one_b", "zbv", "zero_bubble",
+    "CHUNKS", "FOLDED", "NAMES", "SPLIT", "dualpipe_v", "eager_one_f_one_b", "gpipe", "interleaved_one_f_one_b",
+    "looped_bfs", "named_schedule", "one_f_one_b", "zbv", "zero_bubble",
 ]
 
 
@@ -222,6 +222,12 @@ _CHUNKED: dict[str, Callable[[int, int, int], Schedule]] = {
 _IN_TORCH = {"interleavedzerobubble": "zero_bubble", "zbvzerobubble": "zbv"}
 
 NAMES = (*_ONE_STAGE, *_CHUNKED)
+CHUNKS = {"interleaved_1f1b": 2, "looped_bfs": 2, "zero_bubble": 1}
+"""Schedules whose number of stages a rank is free, with its default."""
+FOLDED = ("zbv", "dualpipe_v")
+"""Schedules whose stages go over the ranks there and back."""
+SPLIT = ("zero_bubble", "zbv", "dualpipe_v")
+"""Schedules with split backwards."""
 
 
 @called("named_schedule()")
@@ -244,9 +250,8 @@ def named_schedule(name: str, ranks: int, micro_batches: int, chunks: int | None
     check(_faults(name, full_name, chunks))
     if full_name in _ONE_STAGE:
         return _ONE_STAGE[full_name](ranks, micro_batches)
-    if chunks is None:
-        chunks = 1 if full_name == "zero_bubble" else 2
-    return _CHUNKED[str(full_name)](ranks, chunks, micro_batches)
+    known_name = str(full_name)
+    return _CHUNKED[known_name](ranks, CHUNKS[known_name] if chunks is None else chunks, micro_batches)
 
 
 def _key(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Rank: one rank of a step with a host, which decides as it goes what to release, fetch, drop and replay.
+"""Rank: simulates one rank and its copy engines, and decides as it goes what to release, fetch, drop and replay.
 
 A rank runs its forwards and backwards in their order, and knows when the message for the next one arrives. Where it
 would idle, it recomputes blocks of its next backwards, or runs weight gradients that wait, if that ends before the

@@ -1,4 +1,4 @@
-"""Known: the steps that are remembered, and what becomes of a plan whose steps take more than they may."""
+"""Remembered: the steps that were counted, and what becomes of a plan whose steps take more than they may."""
 from __future__ import annotations
 
 from collections import OrderedDict
