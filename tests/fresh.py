@@ -1,4 +1,7 @@
-"""Fresh processes: as ``python ...`` starts them, but forks of one that has imported torch, which takes seconds."""
+"""Fresh processes: as ``python ...`` starts them, but forks of one that has imported torch, which takes seconds.
+
+SymPy is imported too: most of torch's compiler is imported after it, and no page and no module of ours names it.
+"""
 from __future__ import annotations
 
 import gc
@@ -50,6 +53,7 @@ class Fresh:
 
 def _serve() -> tuple[Any, ...]:
     """Answer each call with the exit code of a process, in which this returns the call."""
+    import sympy  # noqa: F401
     import torch  # noqa: F401
 
     gc.freeze()  # or a collection in a fork would copy what is shared

@@ -37,7 +37,7 @@ FORWARD_SECONDS = 0.02
 """Of one block."""
 LINKS = (0.5, 1.0, 2.0, 4.0)
 """Seconds of the copy of a block one way, over those of its forward."""
-SHORT_LAYERS, SHORT_RUNS = 6, 4
+SHORT_LAYERS, SHORT_RUNS = 6, 2
 
 
 class Dropping(Block):
@@ -144,12 +144,12 @@ def rates_of(model: GPT, link: float) -> Rates:
     )
 
 
-def table(links: Sequence[float], layers: int) -> list[dict[str, Any]]:
+def table(links: Sequence[float], layers: int, rounds: int = 3) -> list[dict[str, Any]]:
     rows = []
     trial = Trial(layers)
     for link in links:
         rates = rates_of(trial.model, link)
-        found = {name: trial.measured(make, rates) for name, make in ways().items()}
+        found = {name: trial.measured(make, rates, rounds) for name, make in ways().items()}
         base = found["keep all"]
         for name, step in found.items():
             over = {"step": step.seconds / base.seconds, "peak": step.peak_bytes / base.peak_bytes}
@@ -223,7 +223,10 @@ def outcome(program: Callable[[], bool], seed: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--races", type=int, nargs="?", const=100, metavar="RUNS", help="of each program, with delays")
-    parser.add_argument("--short", action="store_true", help="few layers and one link; few runs: what the tests run")
+    parser.add_argument(
+        "--short", type=int, nargs="?", const=SHORT_RUNS, metavar="RUNS",
+        help="few layers, one link and one round; few runs: what the tests run",
+    )
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -232,7 +235,7 @@ def main() -> None:
         sys.exit(f"benchmarks/offload/beside.py: {why_not()}")
     results: Any
     if arguments.short:
-        results = {"steps": table([1.0], SHORT_LAYERS), "races": races(SHORT_RUNS)}
+        results = {"steps": table([1.0], SHORT_LAYERS, rounds=1), "races": races(arguments.short)}
         print(json.dumps(results, indent=1))
     elif arguments.races:
         results = races(arguments.races)

@@ -5,14 +5,21 @@ import pytest
 
 from tests.device import why_not
 from tests.scripts import printed_by
+from tests.slow import slow
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason="no simulated device")
 OURS = ["checkpoint_layers", "offload_layers", "offload_layers, every=2"]
 
 
+@pytest.fixture(scope="module", params=[2, *slow([4])])
+def runs(request):
+    """Of each program that may race."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def found():
-    return printed_by("offload/beside.py", "--short")
+def found(runs):
+    return printed_by("offload/beside.py", "--short", str(runs))
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +42,8 @@ def test_two_regions_of_six_are_on_the_device(steps):
     assert steps["offload_layers"]["peak"] < steps["offload_layers, every=2"]["peak"] < 1
 
 
-def test_nothing_of_ours_races_and_what_is_changed_in_place_is_an_error(found):
-    right, error = {"right": 4}, {"an error": 4}
+def test_nothing_of_ours_races_and_what_is_changed_in_place_is_an_error(found, runs):
+    right, error = {"right": runs}, {"an error": runs}
     assert list(found["races"]["offload_layers"].values()) == [right, right, error]
     assert list(found["races"]["keep all"].values()) == [right, right, error]
     assert list(found["races"]["save_on_cpu"].values()) == [right, right, right]

@@ -7,11 +7,12 @@ import pytest
 
 from tests.distributed.ranks import on_ranks
 from tests.settings import with_gloo
+from tests.slow import slow
 from torchckpt.costs import fake_mesh, pipeline_costs
 
 pytestmark = with_gloo
 
-RANKS = (2, 4)
+RANKS = (2, *slow([4]))
 
 
 def real(rank):

@@ -66,8 +66,8 @@ def test_costs_are_those_of_running_all(name, monkeypatch):
 @pytest.mark.parametrize(
     ("how", "mesh", "sizes"),
     [
-        ("tp sp", {"tp": 2}, {}),
-        ("fsdp", {"dp": 4}, {"hidden": 90, "tokens": 15}),
+        pytest.param("tp sp", {"tp": 2}, {}, marks=pytest.mark.slow),
+        pytest.param("fsdp", {"dp": 4}, {"hidden": 90, "tokens": 15}, marks=pytest.mark.slow),
         ("fsdp tp sp", {"dp": 2, "tp": 2}, {}),
     ],
 )

@@ -1,5 +1,5 @@
 """The code of README and docs runs as pasted: a page from its top, and each snippet that is complete by itself alone.
-Those of docs that are alone are slow, as they are part of their pages.
+Those that are alone are slow, as they are part of their pages.
 
 Each runs in a fresh process, with nothing made ready, and without the packages that only tests need, unless it says so.
 torch alone is imported before, once for all: that takes seconds.
@@ -80,7 +80,7 @@ PROGRAMS = [
     pytest.param(
         program,
         id=f"{path.relative_to(ROOT)}:{program[0].line}{'-' * (len(program) > 1)}",
-        marks=pytest.mark.slow if number and path != PAGES[0] else (),  # a part of a page that is run
+        marks=pytest.mark.slow if number else (),  # a part of a page that is run
     )
     for path in PAGES
     for number, program in enumerate(programs(path.read_text()))

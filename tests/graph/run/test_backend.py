@@ -13,6 +13,7 @@ from tests.graph.allocations import measured_peak
 from tests.graph.eager import assert_same, step
 from tests.helpers import assert_equal, leaf
 from tests.models import MODELS
+from tests.slow import slow
 from torchckpt import graph
 from torchckpt.errors import ArgumentError, BudgetInfeasible, CaptureError
 from torchckpt.graph.annotations import mark_of, module_of, regions_of
@@ -75,7 +76,7 @@ def planned(model, schedule, inner):
 # inner="eager" --------------------------------------------------------------------------------------------------------
 
 
-SMALL = ["unet", "mlp24", "sparse_embedding", "gpt6", "moe", "llama_hf"]
+SMALL = ["unet", "mlp24", "sparse_embedding", "gpt6", "moe", *slow(["llama_hf"])]
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -12,6 +12,7 @@ from tests.graph.eager import measured_peak
 from tests.graph.step.test_partial import HEADS, Heads, gradients
 from tests.graph.traced import Function
 from tests.helpers import assert_equal, leaf
+from tests.slow import slow
 from torchckpt import graph
 from torchckpt.graph.private.trace import GRADIENTS_STAY
 from torchckpt.planning.remat.plan import Plan
@@ -75,7 +76,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("name", ["infinite derivatives", "views", "reductions"])
+@pytest.mark.parametrize("name", ["views", "reductions", *slow(["infinite derivatives"])])
 def test_planned_is_taken(name, options):
     torch.manual_seed(0)
     model, x = Heads(*HEADS[name]), torch.randn(64, 8)

@@ -73,7 +73,10 @@ OLD_LSTM = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(params=[pytest.param(name, marks=OLD_LSTM if name == "LSTM" else []) for name in MODELS])
+MARKS = {"LSTM": OLD_LSTM, "GRU": pytest.mark.slow}  # a GRU is traced as an RNN is
+
+
+@pytest.fixture(params=[pytest.param(name, marks=MARKS.get(name, [])) for name in MODELS])
 def model(request):
     return MODELS[request.param]()
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from tests.graph.eager import compare, measured_peak
 from tests.helpers import assert_equal, leaf
+from tests.slow import slow
 from torchckpt import graph
 from torchckpt.errors import CaptureError
 from torchckpt.graph.private.runtime import is_branching
@@ -35,7 +36,7 @@ class Branches(nn.Module):
         return x.sum()
 
 
-@pytest.mark.parametrize("share", [None, "95%"])
+@pytest.mark.parametrize("share", ["95%", *slow([None])])
 def test_bits_and_bytes_of_both_branches(share):
     torch.manual_seed(0)
     model = Branches()

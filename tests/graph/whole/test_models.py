@@ -8,6 +8,7 @@ from torch import nn
 
 from tests.graph.eager import assert_same, measured_peak, step
 from tests.models import MODELS
+from tests.slow import slow
 from torchckpt import graph
 from torchckpt.errors import ArgumentError, BudgetInfeasible
 
@@ -59,19 +60,25 @@ SHARES = {
 """Shares of eager's peak that are enough. Two models have none: what their steps cannot do without is almost all."""
 
 
+LIKE_OTHERS = ("gpt6_without_dropout", "llama_hf", "tanh_chain_residual")
+"""Of these, no share is in the short run: gpt6, gpt2_hf and tanh_chain are like them."""
+
+
 def shares(name):
-    """The least is in the short run."""
+    """The least is in the short run, but of those that others are like."""
     for share in SHARES[name]:
-        yield pytest.param(name, share, marks=pytest.mark.slow if share > min(SHARES[name]) else ())
+        is_slow = name in LIKE_OTHERS or share > min(SHARES[name])
+        yield pytest.param(name, share, marks=pytest.mark.slow if is_slow else ())
 
 
 ALIKE = ("gpt6_without_dropout", "llama_hf")
-"""Beside gpt6 and gpt2_hf: quick with all kept, and at their least share. The rest of their tests are slow."""
+ALIKE_BY_NAME = (*ALIKE, "gpt2_hf", "lstm50", "mlp24", "sparse_embedding")
+"""Beside gpt6 and gpt2_hf: quick with all kept. The rest of their tests are slow."""
 
 
-def each(names):
+def each(names, alike=ALIKE):
     """A test of each; those that others are like are slow."""
-    marked = [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in names]
+    marked = [pytest.param(name, marks=pytest.mark.slow if name in alike else ()) for name in names]
     return pytest.mark.parametrize("name", marked)
 
 LARGE = {"gpt24": {"layers": 12}, "resnet110": {"depth": 38}, "resnet200": {}}
@@ -160,7 +167,7 @@ def test_memory(name):
     assert plan.peak_bytes <= plan.eager_peak_bytes
 
 
-@each(NAMES)
+@each(NAMES, ALIKE_BY_NAME)
 def test_names(name):
     plan = checked(build(name), keep=NAMES[name])
     assert plan.peak_bytes <= plan.eager_peak_bytes
@@ -173,14 +180,14 @@ def test_budget(name, share):
     assert plan.recomputed
 
 
-@pytest.mark.parametrize("name", ["gpt6", "unet"])
+@pytest.mark.parametrize("name", ["gpt6", *slow(["unet"])])
 def test_budget_in_bytes(name):
     eager_peak_bytes = graph.rematerialize(WithLoss(case := build(name)), *case.inputs).plan.eager_peak_bytes
     plan = checked(case, budget=eager_peak_bytes * 3 // 4)
     assert plan.budget_bytes == eager_peak_bytes * 3 // 4
 
 
-@pytest.mark.parametrize("name", ["gpt6", "mlp24", "unet"])
+@pytest.mark.parametrize("name", ["unet", *slow(["gpt6", "mlp24"])])
 def test_names_within_a_budget(name):
     plan = checked(build(name), keep=NAMES[name], budget="90%")
     kept = {plan.flow.writer[storage] for match in NAMES[name] for storage in plan.names.get(match, ())}
@@ -190,7 +197,7 @@ def test_names_within_a_budget(name):
 # what cannot be -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["mlp24", "nested_outputs", "sparse_embedding", "unet"])
+@pytest.mark.parametrize("name", ["nested_outputs", "sparse_embedding", *slow(["mlp24", "unet"])])
 def test_budget_that_is_too_small_has_the_least_that_is_not(name):
     """The error has the least bytes found and a plan of them; with the bytes it asks for, there is one."""
     case = build(name)

@@ -25,8 +25,9 @@ pytestmark = pytest.mark.usefixtures("quick_planner", "one_thread")
 BEYOND_2_11 = {"StateSpace": "cumprod is traced in other operations", "Sorted": "quantile is not traced"}
 
 
-LONG = ("Recurrent", "EncoderDecoder", "Decomposed", "Cells", "Flow", "Attentions", "Capsules", "Einsums")
-"""Those of hundreds of operations, most of which others have, too."""
+LONG = ("Recurrent", "EncoderDecoder", "Decomposed", "Cells", "Flow", "Attentions", "Capsules", "Einsums",
+    "Activations", "Experts", "Norms", "Resampled", "Twins", "Checkpointed", "Penalty")
+"""Of hundreds of operations, or alike: others here, or tests of single layers, have most of what they have."""
 
 
 def marks_of(name):

@@ -39,7 +39,9 @@ def test_no_longer_than_published(case, share):
 
 
 @pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize(("p", "m", "n"), ONE_F_ONE_B)
+@pytest.mark.parametrize(
+    ("p", "m", "n"), [pytest.param(*sizes, marks=pytest.mark.slow if sizes[1] > 16 else ()) for sizes in ONE_F_ONE_B]
+)
 def test_the_closed_form_of_1f1b(p, m, n, share):
     schedule, stages = named_schedule("1f1b", p, m), [Stage((BLOCK,) * n)] * p
     budget = share / 100 * p * n

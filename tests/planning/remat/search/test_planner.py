@@ -21,6 +21,8 @@ FLOWS = {
     "random_step": random_step(12, seed=4),
     "random_dag": random_dag(24, seed=1),
 }
+SHORT_FLOWS = [name for name in FLOWS if name != "unet"] + slow(["unet"])
+"""Those of a ResNet, which skips too, are quicker than those of a U-Net."""
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +39,7 @@ def repeats(plan: Solution) -> set[int]:
     return {index for index in plan.schedule if plan.schedule.count(index) > 1}
 
 
-@pytest.mark.parametrize("name", FLOWS)
+@pytest.mark.parametrize("name", SHORT_FLOWS)
 def test_the_budget_is_met_and_tighter_budgets_are_never_faster_than_no_budget(name: str) -> None:
     flow = FLOWS[name]
     smallest = least(flow)
@@ -64,7 +66,7 @@ def test_the_same_schedule_every_time(name: str) -> None:
 
 
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
-@pytest.mark.parametrize("seed", [*range(10), *slow(range(10, 20))])
+@pytest.mark.parametrize("seed", [*range(5), *slow(range(5, 20))])
 def test_of_a_dozen_operations_no_schedule_is_faster(seed: int, share: float) -> None:
     for flow in (random_flow(seed, 10), random_dag(8, seed)):
         budget = int(share * eager_peak_bytes(flow))
@@ -86,7 +88,7 @@ def test_within_one_percent_without_the_exact_search(monkeypatch: pytest.MonkeyP
         assert fit(flow, budget).seconds <= 1.01 * best[0]
 
 
-@pytest.mark.parametrize("name", FLOWS)
+@pytest.mark.parametrize("name", SHORT_FLOWS)
 def test_what_cannot_fit_comes_as_small_as_found(name: str) -> None:
     flow = FLOWS[name]
     budget = lower_bound_bytes(flow) - 1
@@ -96,7 +98,7 @@ def test_what_cannot_fit_comes_as_small_as_found(name: str) -> None:
     assert fit(flow, best.peak_bytes).peak_bytes <= best.peak_bytes
 
 
-@pytest.mark.parametrize("name", FLOWS)
+@pytest.mark.parametrize("name", SHORT_FLOWS)
 def test_an_operation_that_writes_what_is_pinned_runs_once(name: str) -> None:
     flow = FLOWS[name]
     budget = int(0.7 * eager_peak_bytes(flow))
