@@ -24,7 +24,11 @@ SHARDED = Layout(
     gpus=256, tp=8, dp=32, micro_batch=16, global_batch=512, state="fsdp2", recompute="full",
     software=SOFTWARE["torchtitan"],
 )  # fmt: skip
-PUBLISHED = {"64 H100": "851, [Megatron by FlagPerf](docs/accuracy.md)", "256 H100, 500 W": "597, [torchtitan](docs/accuracy.md)", "64 A100": "none"}
+PUBLISHED = {
+    "64 H100": "851, [Megatron by FlagPerf](docs/accuracy.md)",
+    "256 H100, 500 W": "597, [torchtitan](docs/accuracy.md)",
+    "64 A100": "none",
+}
 """Tokens a second and GPU: FlagOpen/FlagPerf, training/nvidia/llama3_70B-megatron/README.md; pytorch/torchtitan,
 benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md."""
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import torchckpt
+from tests.slow import slow
 from torchckpt import ArgumentError, BudgetInfeasible, checkpoint_layers, checkpoint_module, graph
 from torchckpt.distributed import recompute_ahead
 from torchckpt.errors import brief, kind
@@ -89,7 +90,9 @@ INFEASIBLE = {
 
 
 @pytest.mark.parametrize("refused", INFEASIBLE.values(), ids=INFEASIBLE)
-@pytest.mark.parametrize("again", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "again", [lambda error: pickle.loads(pickle.dumps(error)), *slow([copy.copy])], ids=["pickle", "copy"]
+)
 def test_a_budget_that_is_refused_in_another_process_says_the_same(refused, again):
     """Processes of ``multiprocessing`` send an error as a pickle."""
     with pytest.raises(BudgetInfeasible) as caught:

@@ -98,6 +98,7 @@ def test_a_file_that_has_no_rows(text, wrong, tmp_path):
         predict.main(["--rows", str(path)])
 
 
+@pytest.mark.slow
 def test_the_fit_moves_all_rates(rows):
     chosen = [error.run for error in predict.times(rows, predict.KINDS[0]) if error.run.source_name == "korth"]
     priors = fit.np.log(list(fit.PRIORS.values()))

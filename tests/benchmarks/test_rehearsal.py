@@ -11,7 +11,6 @@ import pytest
 from benchmarks import run
 from tests.accelerator import TYPE
 from tests.scripts import ROOT
-from tests.slow import slow
 
 pytestmark = pytest.mark.accelerator
 RUN = [sys.executable, str(ROOT / "benchmarks/run.py"), "--rehearse"]
@@ -30,9 +29,8 @@ def rehearse(folder, *arguments):
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
-@pytest.mark.parametrize("name", [
-    "pipeline", *slow(["graph", "layers", "overhead", "pipe"])
-])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pipeline", "graph", "layers", "overhead", "pipe"])
 def test_a_benchmark_runs_to_its_end(tmp_path, name):
     done = rehearse(tmp_path, "--only", name)
     assert done.returncode == 0, done.stderr

@@ -53,8 +53,13 @@ def out(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def printed(out):
-    return torchrun(out, "--compare", "2", "--out", str(out))
+def printed(out, run):
+    return run("--compare", "2", "--out", str(out))
+
+
+@pytest.mark.slow
+def test_torchrun_prints_the_same_losses_where_numpy_is_missing(printed, tmp_path):
+    assert losses(torchrun(tmp_path, "--compare", "2", "--out", str(tmp_path))) == losses(printed) != {}
 
 
 @pytest.mark.parametrize("row", ["loss of step 1", "loss of step 2"])

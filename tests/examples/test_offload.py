@@ -46,6 +46,7 @@ runpy.run_path("examples/offload_gpt.py", run_name="__main__")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.accelerator
 @pytest.mark.skipif(why_not() is not None, reason="no simulated device")
 def test_on_a_device_offloading_takes_less_memory():

@@ -116,6 +116,7 @@ def test_pinned_values_are_kept_within_the_budget_or_it_is_refused():
     assert caught.value.plan.recomputed == ()
 
 
+@pytest.mark.slow
 def test_least_bytes_that_are_named_are_held(monkeypatch):
     """A search for few bytes went below what one for those bytes found."""
     monkeypatch.setattr(planner, "_SEARCH_WORK", 1)

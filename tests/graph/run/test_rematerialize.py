@@ -698,6 +698,7 @@ def test_ddp_on_one_rank():
         assert_equal(*data_parallel(0))
 
 
+@pytest.mark.slow
 def test_ddp_on_two_ranks(tmp_path):
     """Gradients are averages: the parameters of both ranks are equal, and those of eager."""
     (first, expected), (second, _) = on_ranks(data_parallel, tmp_path)
