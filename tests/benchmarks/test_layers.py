@@ -9,7 +9,7 @@ from tests.scripts import printed_by
 from tests.slow import slow
 
 
-@pytest.fixture(scope="module", params=["gpt6", *slow(["resnet20", "unet"])])
+@pytest.fixture(scope="module", params=slow(["gpt6", "resnet20", "unet"]))
 def model(request):
     (model,) = printed_by("layers/short.py", request.param, timeout=900)
     return model

@@ -33,6 +33,7 @@ def check(printed, ranks=(0, 1)):
     assert re.search(r"^0 +0 +2 +\d+ +\d", printed, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_compiled_blocks(run):
     check(run("--backend", "eager"))
 

@@ -20,7 +20,7 @@ from tests.device import Rates
 from torchckpt.regions.flags import local
 from torchckpt.regions.moved.region import Moved
 
-FEW, ALL = 24, 350
+FEW, ALL = 10, 350
 DEVICE, ROWS, WIDTH = "sim:0", 6, 8
 KINDS = ("plain", "recomputed", "by default", "by default", "driven", "driven")
 

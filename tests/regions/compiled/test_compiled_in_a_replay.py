@@ -176,6 +176,7 @@ def test_a_graph_that_saves_in_another_order_is_an_error():
     assert "with other values" in said if said else all(map(torch.equal, received, expected))
 
 
+@pytest.mark.slow
 def test_sizes_that_are_compiled_one_after_the_other():
     block = Counted()
     twin, xs = copy.deepcopy(block), [leaf(size, 4) for size in (4, 6, 9)]
