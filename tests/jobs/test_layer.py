@@ -71,6 +71,14 @@ def test_collectives_of_tensor_parallel():
     assert work().collective_seconds == 0
 
 
+@pytest.mark.parametrize(("regathers", "backward"), [(True, 4), (False, 2)])
+def test_inputs_of_products_that_are_gathered_again_are_listed(regathers, backward):
+    layer = work(tp=8, software=Software(regathers=regathers))
+    gathers = {each.phase: each.count for each in layer.collectives if each.kind == "all_gather"}
+    assert gathers == {"forward": 2, "backward": backward}
+    assert layer.collective_seconds == work(tp=8).collective_seconds
+
+
 def test_collectives_of_experts_and_of_context_parallel():
     layout = Layout(sequence=2048, ep=8, dp=8, gpus=8)
     sent = 2 * 2048 * 4096 * 2

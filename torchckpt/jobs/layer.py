@@ -101,7 +101,12 @@ class LayerWork:
     def collectives(self) -> tuple[Collective, ...]:
         """All of the layer, but those of FSDP2."""
         ring = self._ring, self._ring._replace(phase="backward", count=2)
-        parts = (*self._forward, *self._backward, *self._again, *ring)
+        regathers = self.layout.sequence_parallel and self.layout.software.regathers  # beside a product: nobody waits
+        backward = [
+            each._replace(count=2 * each.count) if regathers and each.kind == "all_gather" else each
+            for each in self._backward
+        ]
+        parts = (*self._forward, *backward, *self._again, *ring)
         return tuple(each for each in parts if each.ranks > 1 and each.count)
 
     @cached_property

@@ -9,6 +9,7 @@ from torch import nn
 
 from tests.distributed.stages import SINGLE, Stage, equal, gradients_of, loss_of, schedule_on
 from tests.settings import with_gloo
+from tests.slow import slow
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead
 from torchckpt.errors import ArgumentError, BudgetInfeasible, CheckpointError, ScheduleError
@@ -152,7 +153,7 @@ def raises(*args):
     raise ValueError("in the middle")
 
 
-@pytest.mark.parametrize("hook", ["register_forward_pre_hook", "register_full_backward_hook"])
+@pytest.mark.parametrize("hook", ["register_full_backward_hook", *slow(["register_forward_pre_hook"])])
 def test_a_step_that_fails_and_an_evaluation_leave_nothing_to_the_next_step(accelerator, hook):
     seen = []
     for options in ({}, {"budget": "45%", "host": HOST}):

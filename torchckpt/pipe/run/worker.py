@@ -1,4 +1,4 @@
-"""Workers: one thread for each device, which launches the work of that device. They exist for one forward."""
+"""Workers: one thread for each device, which launches the work of that device. They exist for one forward; ``Pipe.step`` has none."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator

@@ -5,7 +5,7 @@
     quickest          where ``R`` goes if seconds are known
     measured          a real step, in the same types
     simulated         ``Step``, and everything that follows from it
-    copies            the engines beside the compute that copy blocks to a host and back
+    engines           the engines beside the compute that copy blocks to a host and back
     boundary          bytes from boundary to boundary, where blocks are away
     placement         where ``R`` goes
     timeline          what comes out; why it takes so long

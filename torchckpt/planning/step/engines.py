@@ -1,4 +1,4 @@
-"""Copies: the compute of one rank, and the engines beside it that copy blocks to its host and back.
+"""Engines: the compute of one rank, and the engines beside it that copy blocks to its host and back.
 
 There are two engines, one for each direction; of a half-duplex link one for both. Each copies what is queued, in that
 order. A copy out is queued when the forward of its block has ended. A copy back is queued at the boundary of its issue,
