@@ -1,4 +1,7 @@
-"""Workers: one thread for each device, which launches the work of that device. They exist for one forward; ``Pipe.step`` has none."""
+"""Workers: one thread for each device, which launches the work of that device.
+
+They exist for one forward; ``Pipe.step`` has none.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
