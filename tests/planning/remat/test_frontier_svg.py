@@ -49,6 +49,14 @@ def test_the_line_is_the_least_cost_that_fits_into_each_memory() -> None:
     ]
 
 
+def test_what_takes_less_than_eager_stands_below_zero_and_inside() -> None:
+    drawn = Picture(draw_frontier([(60, 0.1)], {"compiled": [(50, -0.1), (80, -0.02)]}, eager_peak_bytes=100))
+    places = marks(drawn)
+    above, (low, high) = places["#0072b2", "round", "level"][0], places["#d55e00", "square", "level"][:2]
+    zero = BOTTOM - (BOTTOM - TOP) / 2  # as far from 10 % as from -10 %
+    assert TOP < above[1] < zero < high[1] < low[1] < BOTTOM
+
+
 def test_the_eager_peak_is_a_line_at_100_percent() -> None:
     drawn = picture()
     line = drawn.of("line", "eager")[0]

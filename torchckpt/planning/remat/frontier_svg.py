@@ -100,8 +100,9 @@ class _Frontier:
         peaks = [peak for peak, _ in self.points]
         self.line = list(zip(peaks, accumulate((share for _, share in self.points), min)))
         self.memory = Axis(max((eager_peak_bytes, *(peak for peak, _ in self.all))) * 1.04, _LEFT, _END)
-        most = max((share for _, share in self.all), default=0.0)
-        self.cost = Axis(most * 1.1 if most > 0 else 0.1, _BOTTOM, _TOP)
+        shares = [0.0, *(share for _, share in self.all)]  # compiled code may take less than none
+        most, least = 1.1 * max(shares) or 0.1, 1.1 * min(shares)
+        self.cost = Axis(most, _BOTTOM + (_BOTTOM - _TOP) * least / (most - least), _TOP)
         self.units = replace(units_of_bytes(self.memory.extent), digits=3)
 
     def place(self, point: Point) -> tuple[float, float]:
