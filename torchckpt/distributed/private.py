@@ -1,7 +1,7 @@
 """Private: the private names of torch's that this folder uses: of pipeline schedules, and of FSDP2."""
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -26,6 +26,7 @@ __all__ = [
     "TorchDispatchMode",
     "TorchKind",
     "TorchRuntime",
+    "drop_handed_over",
     "finds_shapes",
     "in_backward",
     "micro_batches_of",
@@ -92,6 +93,19 @@ def finds_shapes(stage: LiveStage) -> bool:
     if hasattr(stage, "_user_meta"):
         return not stage._user_meta.is_complete_for_forward()
     return getattr(stage, "inputs_meta", ()) is None  # torch 2.11; the stages of pipeline() know theirs
+
+
+def drop_handed_over(stages: Mapping[int, LiveStage]) -> None:
+    """After a step that failed, drop what stages of this rank handed to each other and nobody took.
+
+    Since 2.15 torch refuses the next step while it is there: a message between ranks may still be on its way
+    (``torch/distributed/pipelining/_recv_buffers.py``). These are no messages. Ends when torch drops them itself.
+    """
+    for stage in stages.values():
+        for receives in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
+            for receive in receives:
+                if receive.source in stages and hasattr(receive, "take_buffer"):
+                    receive.buffer = None
 
 
 def micro_batches_of(live: Live) -> int:
