@@ -143,7 +143,7 @@ def _heeding(mode: AbstractContextManager[Any], users: Hooks) -> Iterator[None]:
     """``mode``, inside of which the hooks of the region in force name ``users`` as the hooks around it."""
     pack, unpack = hooks_in_force(False)
     named = partial(pack)
-    look_through(named, users=users)
+    look_through(named, users=(partial(users[0]), users[1]))  # a partial has no mark, if the user's is of this library
     _put(named, unpack)
     try:
         with mode:
