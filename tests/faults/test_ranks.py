@@ -86,7 +86,7 @@ def schedule_of(rank: int, ranks: int):
         checkpoint_module(block)
     static = torch.zeros(2, 4, requires_grad=True)
     stage = PipelineStage(module, rank, ranks, torch.device("cpu"), input_args=static, output_args=static)
-    return recompute_ahead(Schedule1F1B(stage, MICRO_BATCHES, loss_fn=nn.functional.mse_loss), budget="90%")
+    return recompute_ahead(Schedule1F1B(stage, MICRO_BATCHES, loss_fn=nn.functional.mse_loss), budget="95%")
 
 
 def work(rank: int, case: Case, folder: str) -> None:
