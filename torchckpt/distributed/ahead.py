@@ -30,7 +30,7 @@ from torchckpt.distributed.faults import (
     warn_of_compiled_regions,
 )
 from torchckpt.distributed.meeting import all_gather, check_the_same, meeting, together
-from torchckpt.distributed.private import Live, LiveStage, drop_handed_over, finds_shapes, in_backward, stages_of
+from torchckpt.distributed.private import Live, LiveStage, finds_shapes, handing_over, in_backward, stages_of
 from torchckpt.distributed.record import Gathered, gather
 from torchckpt.distributed.runtime import Runtime
 from torchckpt.errors import RegionError, ScheduleError
@@ -104,7 +104,8 @@ class RecomputeAhead(Runtime):
         self._last_action = None
         self._record.begin()
         try:
-            yield
+            with handing_over(self._stage_by_index):
+                yield
             if self.is_training:
                 self._counted |= {stage: scope.stage for stage, (_, scope) in self._counting.items()}
         except (RegionError, ScheduleError, torch.OutOfMemoryError):
@@ -116,7 +117,6 @@ class RecomputeAhead(Runtime):
         finally:
             self._frames.clear()
             self._counting.clear()
-            drop_handed_over(self._stage_by_index)
         if self.is_training:
             self._stepped()
         if self._is_measuring and len(self._record.steps) == MEASURED_STEPS:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
@@ -26,8 +27,8 @@ __all__ = [
     "TorchDispatchMode",
     "TorchKind",
     "TorchRuntime",
-    "drop_handed_over",
     "finds_shapes",
+    "handing_over",
     "in_backward",
     "micro_batches_of",
     "order_of",
@@ -95,17 +96,21 @@ def finds_shapes(stage: LiveStage) -> bool:
     return getattr(stage, "inputs_meta", ()) is None  # torch 2.11; the stages of pipeline() know theirs
 
 
-def drop_handed_over(stages: Mapping[int, LiveStage]) -> None:
-    """After a step that failed, drop what stages of this rank handed to each other and nobody took.
+@contextmanager
+def handing_over(stages: Mapping[int, LiveStage]) -> Iterator[None]:
+    """A step. If it fails, what stages of this rank handed to each other and nobody took is dropped.
 
     Since 2.15 torch refuses the next step while it is there: a message between ranks may still be on its way
     (``torch/distributed/pipelining/_recv_buffers.py``). These are no messages. Ends when torch drops them itself.
     """
-    for stage in stages.values():
-        for receives in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
-            for receive in receives:
+    try:
+        yield
+    except BaseException:
+        for stage in stages.values():
+            for receive in chain(*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
                 if receive.source in stages and hasattr(receive, "take_buffer"):
                     receive.buffer = None
+        raise
 
 
 def micro_batches_of(live: Live) -> int:

@@ -8,7 +8,7 @@ from torchckpt.errors import ArgumentError, BudgetInfeasible, Fault, called, che
 from torchckpt.planning.budget import DeviceMemory, Limit
 from torchckpt.planning.draw.units import aligned, percent
 from torchckpt.planning.order.schedule import Schedule, whole
-from torchckpt.planning.order.schedules import NAMES, named_schedule
+from torchckpt.planning.order.schedules import CHUNKS, NAMES, named_schedule
 from torchckpt.planning.plan.pipeline import planned, planned_with_moves
 from torchckpt.planning.plan.problem import problem_of
 from torchckpt.planning.plan.result import PipelinePlan
@@ -121,7 +121,7 @@ def _fitting(stages: Sequence[Stage], micro_batches: int, ranks: int) -> Iterato
             except ArgumentError:
                 continue
             cut = _cut(stages, schedule.stages)
-            if cut is not None and (chunks is not None or name not in ("interleaved_1f1b", "looped_bfs")):
+            if cut is not None and (chunks is not None or CHUNKS.get(name, 1) == 1):
                 yield schedule, cut
 
 
