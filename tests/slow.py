@@ -1,17 +1,22 @@
 """Slow: cases that ``make slow`` alone runs."""
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
 
-__all__ = ["selected", "slow"]
+__all__ = ["selected", "slow", "slow_but"]
 
 
 def slow(values: Iterable[Any]) -> list[Any]:
     """Parameters with the mark, one for each of ``values``."""
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+def slow_but(quick: Collection[tuple[Any, ...]], cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Cases of several parameters, of which those that are not ``quick`` have the mark."""
+    return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in cases]
 
 
 def selected(request: pytest.FixtureRequest, parameter: str) -> list[Any]:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import functools
+from itertools import product
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 from tests.distributed.stages import SINGLE, Stage, equal, gradients_of, loss_of, schedule_on
 from tests.settings import with_gloo
-from tests.slow import slow
+from tests.slow import slow, slow_but
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead
 from torchckpt.errors import ArgumentError, BudgetInfeasible, CheckpointError, ScheduleError
@@ -71,8 +72,7 @@ def plain(name, device, steps):
 
 def cases(budgets, quick):
     """Both schedules within all budgets, of which those that are not quick are slow."""
-    pairs = [(name, budget) for name in NAMES for budget in budgets]
-    return [pytest.param(*pair, marks=() if pair in quick else pytest.mark.slow) for pair in pairs]
+    return slow_but(quick, product(NAMES, budgets))
 
 
 @pytest.mark.parametrize(("name", "budget"), cases(["55%", "70%"], [(NAMES[0], "55%"), (NAMES[1], "70%")]))

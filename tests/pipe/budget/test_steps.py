@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from tests.pipe.budget.models import MODELS, SIZE, WAYS, Raises, Wide, budgeted, pair, state, step, wide
-from tests.slow import slow
+from tests.slow import slow, slow_but
 from torchckpt import ArgumentError, BudgetInfeasible, CheckpointError, Pipe
 from torchckpt.planning import Kind
 from torchckpt.regions.private import dispatch_modes_are_active
@@ -45,8 +45,7 @@ def planned(name, way, share, chunks=4):
 def halved(cases):
     """Each case in both ways, of which the second one in turn is slow."""
     quick = {(*case, WAYS[number % 2]) for number, case in enumerate(cases)}
-    both = [(*case, way) for case in cases for way in WAYS]
-    return [pytest.param(*each, marks=() if each in quick else pytest.mark.slow) for each in both]
+    return slow_but(quick, [(*case, way) for case in cases for way in WAYS])
 
 
 @pytest.mark.parametrize(("name", "way"), halved([(name,) for name in MODELS]))

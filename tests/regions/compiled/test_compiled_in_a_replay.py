@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook as any_global_hook
 
 from tests.helpers import leaf
+from tests.slow import slow_but
 from torchckpt import Checkpointing, Pipe, checkpoint, checkpoint_module, is_recomputing
 from torchckpt.errors import RecomputationError
 
@@ -98,10 +99,7 @@ QUICK = [  # each way to compile with each backend, and with two ways to call
 EVERY = [(*backend, *ways) for backend, *ways in product(BACKENDS, COMPILED, CALLS)]
 
 
-@pytest.mark.parametrize(
-    ("backend", "inputs", "compiled", "call"),
-    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in EVERY],
-)
+@pytest.mark.parametrize(("backend", "inputs", "compiled", "call"), slow_but(QUICK, EVERY))
 def test_the_documented_guard_in_a_compiled_block(backend, inputs, compiled, call):
     block, given = Counted(), [leaf(4, 4) for _ in range(inputs)]
     twin = copy.deepcopy(block)
