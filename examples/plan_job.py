@@ -8,8 +8,9 @@ run is published. docs/accuracy.md has all 353 runs.
 """
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,9 +75,12 @@ def best(device: str) -> JobPlan:
     return search_layouts(MODEL, MACHINES[device], base).best[0]
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--best", action="store_true", help="also the best layout of 64 H100 and of 64 A100")
+    options = parser.parse_args(arguments)
     print("\n".join(table()))
-    if "--best" in sys.argv:
+    if options.best:
         for device in ("h100", "a100"):
             plan = best(device)
             print(f"\nthe best of 64 x {device}: {plan.head}\n{plan.summary}")
