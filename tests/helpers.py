@@ -1,8 +1,10 @@
 """The plain call and the region side by side: run both from one seed, compare every bit."""
 from __future__ import annotations
 
+import gc
 import io
 import threading
+import time
 from typing import Any, NamedTuple
 
 import torch
@@ -200,6 +202,18 @@ def in_threads(*functions):
     if errors:
         raise errors[0]
     return results
+
+
+def is_collected(reference, seconds=10):
+    """Whether what a weak reference means is gone, or goes soon: after a backward that failed, the thread of autograd
+    for the device may still hold the last node when the caller has the error.
+    """
+    latest = time.monotonic() + seconds
+    gc.collect()
+    while reference() is not None and time.monotonic() < latest:
+        time.sleep(0.01)
+        gc.collect()
+    return reference() is None
 
 
 def same_or_not(a, b):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import torchckpt
-from tests.helpers import in_thread, leaf
+from tests.helpers import in_thread, is_collected, leaf
 from tests.regions.moved.calls import by_default, sizes
 from torchckpt.regions.flags import local
 from torchckpt.regions.moved.copies import Bytes, Copies
@@ -259,8 +259,7 @@ def test_a_backward_that_fails_leaves_no_region_behind(device):
         loss.backward()
     reference = weakref.ref(region)
     del region, loss
-    gc.collect()
-    assert reference() is None
+    assert is_collected(reference)
 
 
 def test_a_forward_that_fails_moves_nothing_and_leaves_no_hooks(device):
