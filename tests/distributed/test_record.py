@@ -41,7 +41,7 @@ def run(record, *actions):
     record.begin()
     for number, action in enumerate(actions):
         record._clock.time = 10.0 * number
-        record.due()
+        record.awaits()
         record._clock.time += 2
         start = record.now()
         record._clock.time += 3
@@ -56,7 +56,7 @@ def test_spans_are_when_an_action_was_due_and_began_and_ended(record):
 
 def test_second_half_of_a_pair_is_due_when_the_first_ends(record):
     record.begin()
-    record.due()
+    record.awaits()
     for number in range(2):
         start = record.now()
         record._clock.time += 4

@@ -124,7 +124,7 @@ class RecomputeAhead(Runtime):
 
     def reaches(self, action: str) -> None:
         self._last_action = action
-        self._record.due()
+        self._record.awaits()
 
     @contextmanager
     def computing(self, action: Action, outputs: list[object]) -> Iterator[None]:

@@ -57,8 +57,8 @@ class Record:
     def begin(self) -> None:
         self._current, self._current_replays = [], []
 
-    def due(self) -> Stamp:
-        """Note that the next action is due: from now on the rank waits for it to start. Returns the time."""
+    def awaits(self) -> Stamp:
+        """Note that the rank waits for its next action from now on. Returns the time."""
         self._due = self._clock.stamp()
         return self._due
 

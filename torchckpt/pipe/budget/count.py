@@ -115,7 +115,7 @@ class Count:
         """A context around an action."""
         record = self._records[self._placement[action.stage]]
         with self._watched(action), self._saving(action):
-            start = record.due()
+            start = record.awaits()
             if action.kind is Kind.RECOMPUTE:
                 with record.recomputing(action):
                     yield
@@ -201,7 +201,7 @@ class Count:
         self._begun.add(action)
         self._ends_open(rank)
         self._reaches(action)
-        self._open[rank] = action, self._records[rank].due()
+        self._open[rank] = action, self._records[rank].awaits()
 
     def _ran(self, action: Action, left: set[int], number: int, *_: object) -> None:
         left.discard(number)

@@ -197,7 +197,7 @@ class Step:
             j, kind, i = action
             record = records[schedule.placement[j]]
             with in_profile(kind.name.lower(), j, i), on(self._places[j].compute), self._regions.acting(action):
-                start = record.due()
+                start = record.awaits()
                 actions[kind](j, i)
                 record.ended(action, start)
         for record in records:
