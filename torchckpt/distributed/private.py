@@ -108,7 +108,7 @@ def handing_over(stages: Mapping[int, LiveStage]) -> Iterator[None]:
     except BaseException:
         for stage in stages.values():
             for receive in chain(*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
-                if receive.source in stages and hasattr(receive, "take_buffer"):
+                if hasattr(receive, "take_buffer") and receive.source in stages:
                     receive.buffer = None
         raise
 
