@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining import schedules
 
 import torchckpt
+from tests.distributed.stages import Stage
 from tests.faults.gpt import TOKENS, WIDTH, WORDS, Block, Gpt, batch, loss_of
 from torchckpt import graph
 from torchckpt.distributed import recompute_ahead
@@ -181,7 +182,7 @@ def schedule(depth: int, name: str = "ScheduleInterleaved1F1B", **options: Any) 
     hidden, logits = (torch.zeros(1, TOKENS, size, requires_grad=True) for size in (WIDTH, WORDS))
     ends = [(tokens[:1], hidden), (hidden, logits)]
     stages = [
-        PipelineStage(part, index, 2, torch.device("cpu"), input_args=given, output_args=returned)
+        Stage(part, index, 2, torch.device("cpu"), input_args=given, output_args=returned)
         for index, (part, (given, returned)) in enumerate(zip(parts, ends))
     ]
     live = recompute_ahead(getattr(schedules, name)(stages, len(tokens), loss_fn=loss_of), **options)
