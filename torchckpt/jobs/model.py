@@ -19,7 +19,7 @@ _RANGES = {
     "dense_layers": (1, 2**8),
 }  # fmt: skip
 """Of each size: what a model has, and the most. More layers would be planned for minutes."""
-_RULES = {
+_KINDS = {
     "int": "a whole number", "float": "a number of parameters", "str": "a text", "bool": "true or false",
     "bool | None": "true or false",
 }  # fmt: skip
@@ -160,14 +160,14 @@ class Model:
 def _odd_values(model: Model) -> Iterator[Fault]:
     """Values of another type, or out of range."""
     for each in fields(model):
-        value, rule = getattr(model, each.name), _RULES[str(each.type)]
+        value, kind = getattr(model, each.name), _KINDS[str(each.type)]
         example, most = _RANGES.get(each.name, (0, 1e18))
         least = int(each.default != 0)
         if each.name in _RANGES:
-            rule += f" from {least} to {most}"
+            kind += f" from {least} to {most}"
         if not _is(str(each.type), value, least, most):
             works = f"{each.name}={_EXAMPLES.get(str(each.type), example)!r}"
-            yield Fault(f"{each.name} of the model is not {rule}", f"{each.name}={brief(value)}", works)
+            yield Fault(f"{each.name} of the model is not {kind}", f"{each.name}={brief(value)}", works)
 
 
 def _is(kind: str, value: object, least: float, most: float) -> bool:

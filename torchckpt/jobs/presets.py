@@ -38,7 +38,8 @@ def model_named(name: str) -> Model:
     80
 
     Raises:
-        ArgumentError: no model has this name, or the file lacks what is needed.
+        ArgumentError: no model has this name, or the file lacks what is needed, has sizes that no model has, or, of
+            transformers, a type or a key of sizes that is not known.
     """
     if name in MODELS:
         return MODELS[name]
@@ -114,7 +115,7 @@ def _changes_nothing(key: str, value: Any, chosen: Mapping[str, Any]) -> bool:
     if key == "moe_layers" and isinstance(value, list):
         return value == [*range(len(value))] and len(value) == chosen.get("layers")
     if key == "word_embed_proj_dim":
-        return bool(value == chosen.get("hidden"))
+        return value in (None, chosen.get("hidden"))
     return not value or isinstance(value, str | float)
 
 
