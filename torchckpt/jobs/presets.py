@@ -23,8 +23,9 @@ MODELS = {sizes["name"]: Model(**sizes) for sizes in _data("models.json")}
 """Public models, by name."""
 
 _TRANSFORMERS = _data("transformers.json")
-"""Configurations of transformers: the keys for fields of a Model; by type of model what its class has by itself, and
-``ffn_ratio`` where it is a multiple of ``hidden``; what else may name a size, and which of these change none."""
+"""Configurations of transformers: the keys for fields of a Model; by type of model what its class has by itself, with
+``ffn_ratio`` where its MLP is a multiple of ``hidden``, and fields that it does not read; what else may name a size,
+and which of these change none."""
 _WORKS = 'model="sizes.json" with {"layers": 32, "hidden": 4096, "heads": 32, "ffn": 14336, "vocab": 128256}'
 _OF_EXPERTS = ("active", "shared", "shared_ffn", "expert_ffn", "dense_layers")
 
@@ -77,8 +78,10 @@ def _of_transformers(sizes: Mapping[str, Any]) -> dict[str, Any]:
         rule = "the type of the model is none whose sizes are known"
         raise_fault(Fault(rule, f"model_type={brief(model_type)}; the nearest are {close}", _WORKS))
     chosen = dict(types[model_type])
-    keys_of = _TRANSFORMERS["keys"] | {
-        name: keys for name, keys in _TRANSFORMERS["keys_of_types"].items() if name in chosen
+    keys_of = {
+        name: keys
+        for name, keys in (_TRANSFORMERS["keys"] | _TRANSFORMERS["keys_of_types"]).items()
+        if (name in chosen or name in _TRANSFORMERS["keys"]) and model_type not in _TRANSFORMERS["unread"].get(name, ())
     }
     for name, keys in keys_of.items():
         values = [sizes[key] for key in keys if key in sizes]
@@ -121,8 +124,10 @@ def _changes_nothing(key: str, value: Any, chosen: Mapping[str, Any]) -> bool:
 
 def _with_heads(chosen: dict[str, Any]) -> dict[str, Any]:
     """With the width of the MLP and the heads of keys and values of types that do not name them."""
-    ratio = chosen.pop("ffn_ratio", None)
-    if ratio is not None and isinstance(chosen.get("hidden"), int):
+    ratio, inner = chosen.pop("ffn_ratio", None), chosen.pop("inner", None)
+    if inner is not None:
+        chosen["ffn"] = inner
+    elif ratio is not None and isinstance(chosen.get("hidden"), int):
         chosen.setdefault("ffn", ratio * chosen["hidden"])
     shares = {name: chosen.pop(name) for name in ("multi_query", "grouped") if name in chosen}
     for name, value in shares.items():
