@@ -211,8 +211,10 @@ def _took(
     for number, (_, layer, *shapes) in enumerate(key):
         (start, end), (replay, replayed) = part(Kind.FORWARD, number), part(Kind.REPLAY, number)
         backward, done = part(Kind.BACKWARD, number)
-        alike = groups.setdefault((*shapes, inner.get(number)), [])
-        alike.append(min(replayed.seconds - replay.seconds, end.seconds - start.seconds))  # which both run it
+        seconds = min(replayed.seconds - replay.seconds, end.seconds - start.seconds)  # which both run it
+        is_replayed = (Kind.REPLAY, number) in places
+        alike = groups.setdefault((*shapes, inner.get(number)), []) if is_replayed else []
+        alike.append(seconds if is_replayed else 0.0)
         rises = replayed.highest_bytes - replay.left_bytes
         calls.append(Call(
             layer,
