@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -108,6 +109,45 @@ def test_backwards_one_by_one_after_several_forwards(model, x):
             assert_equal(step(model), expected)
         assert handle.plan.measured_peak_bytes <= handle.plan.budget_bytes
         assert 0 < len(handle.plan.kept) < 12
+
+
+def together(model, x):
+    sum(model(x + at).square().mean() for at in range(2)).backward()
+
+
+def one_by_one(model, x):
+    for loss in [model(x + at).square().mean() for at in range(2)]:
+        loss.backward()
+
+
+@pytest.mark.parametrize("steps", [(together, one_by_one), (one_by_one, together)])
+def test_backwards_in_another_order_are_counted_when_they_come_again(steps):
+    """The forwards are alike, and what they take is not."""
+    model, x = Model([Wide(16, 16 * width, 2) for width in (8, 1, 1, 2)]), torch.randn(8, 64, 16)
+    first, second = steps
+    least = max(peak_of(partial(step, copy.deepcopy(model), x)) for step in steps)
+    budget = int(0.82 * least)
+    peaks = []
+    with torchckpt.checkpoint_layers(model, "layers.*", budget=budget) as handle:
+        for step in [first] * 4 + [second] * 2 + [first, second] * 4:
+            model.zero_grad()
+            peaks.append(peak_of(partial(step, model, x)))
+        assert max(peaks[5:]) <= budget
+        assert 0 < len(handle.plan.kept) < 8
+
+
+def test_a_backward_that_comes_now_and_then_is_counted(model, x):
+    """All is recomputed until it comes again, and then both follow one plan."""
+    counts = []
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB"):
+        for at in range(1, 40):
+            loss = model(x).square().mean()
+            with count_recomputes() as counted:
+                if at % 10 == 0:
+                    loss.backward(retain_graph=True)
+                loss.backward()
+            counts.append(counted.total)
+    assert counts == [6] + [0] * 9 + [6] * 10 + [0] * 19
 
 
 def test_gradients_that_are_accumulated_and_evaluation_between(model, x):
