@@ -74,6 +74,63 @@ def test_the_peak_is_the_planned_one(seed, share):
     assert taken == pytest.approx(plan.peak_bytes, rel=0.02)
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 1, 0, 1)])
+@pytest.mark.parametrize("share", [80, 100])
+def test_weights_that_autocast_casts_count_once(order, share):
+    """It holds what it casts until the forward is done, and then each kept call holds it."""
+    model, x = Model([Wide(32, 128 * width) for width in (2, 1, 3, 2)], 32), torch.randn(8, 64, 32)
+    model.layers = nn.ModuleList([model.layers[at] for at in order])
+
+    def step(model):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).float().square().mean()
+        loss.backward()
+
+    plain = peak_of(partial(step, copy.deepcopy(model)))
+    with torchckpt.checkpoint_layers(model, "**.parts", budget=f"{share}%") as handle:
+        for _ in range(3):
+            model.zero_grad()
+            taken = peak_of(partial(step, model))
+        plan = handle.plan
+    assert plan.everything_kept_bytes == pytest.approx(plain, rel=0.02)
+    assert taken == pytest.approx(plan.peak_bytes, rel=0.02)
+    assert len(plan.kept) == 4 or share < 100
+
+
+def test_outputs_that_a_replay_makes_again_count_once(x):
+    class Two(Wide):
+        def forward(self, x):
+            h = self.norm(x).tanh()
+            return x + self.parts(h), h
+
+    class First(Model):
+        def forward(self, x):
+            for layer in self.layers:
+                x, _ = layer(x)
+            return self.head(x)
+
+    model = First([Two(16, 16) for _ in range(3)], head=4)
+    plain = peak_of(lambda: copy.deepcopy(model)(x).square().mean().backward())
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="100%") as handle:
+        for _ in range(2):
+            gradients(model, x)
+        assert handle.plan.peak_bytes == pytest.approx(plain, rel=0.02)
+
+
+def test_a_call_that_no_backward_reaches_says_nothing_of_others(model, x):
+    class Unread(Model):
+        def forward(self, x):
+            for layer in [*self.layers][:-1]:
+                x = layer(x)
+            self.layers[-1](x)
+            return x
+
+    model = Unread([Wide(16, 32) for _ in range(4)])
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="100%") as handle:
+        assert [recomputes(model, x) for _ in range(3)] == [3, 0, 0]
+        assert [call.replay_seconds > 0 for call in handle.plan.took.calls] == [True] * 3 + [False]
+
+
 def test_where_everything_fits_no_region_is_made(model, x):
     copied = copy.deepcopy(model)
     with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB") as handle:

@@ -126,7 +126,7 @@ class Steps:
         with PLAIN if counter is None else counter.forward(call, (args, kwargs)):
             outputs = step.run(call, is_kept, function, args, kwargs, options)
         if step.is_learned and counter is not None:
-            counter.stay(outputs)
+            counter.stay(call, outputs)
         step.hides |= step.is_learned and any(map(hides_tensors, tree_leaves((args, kwargs, outputs))))
         return step.marked_with(outputs, call, note)
 
