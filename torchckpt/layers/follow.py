@@ -49,6 +49,10 @@ _HIDES = (
     "chosen layers take or return objects whose tensors are not seen, so every call is recomputed: have them take "
     "tensors, lists, tuples or dicts, or register the class with torch.utils._pytree"
 )
+_ON_META = (
+    "the step is on meta, where nothing takes bytes, so there is no plan and every call is recomputed: move the model "
+    "to a device first"
+)
 _UNSEEN = 2
 _NOT_SEEN = (
     "no call of a chosen layer was seen in the model's last calls, so there is no plan: compile its layers and not the "
@@ -162,6 +166,8 @@ class Steps:
 
     def _counter(self, device: torch.device) -> Counter | None:
         model = self._model()
+        if device.type == "meta":
+            self._known.warn(_ON_META)
         if model is None or device.type == "meta":
             return None
         looks = not any(is_compiled(module) or COMPILED in module.__dict__ for module in model.modules())
