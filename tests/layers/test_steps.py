@@ -75,10 +75,9 @@ def test_the_peak_is_the_planned_one(seed, share):
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 1, 0, 1)])
-@pytest.mark.parametrize("share", [80, 100])
-def test_weights_that_autocast_casts_count_once(order, share):
+def test_weights_that_autocast_casts_count_once(order):
     """It holds what it casts until the forward is done, and then each kept call holds it."""
-    model, x = Model([Wide(32, 128 * width) for width in (2, 1, 3, 2)], 32), torch.randn(8, 64, 32)
+    model, x = Model([Wide(32, 128 * width) for width in (2, 1, 3, 2)], 32), torch.randn(8, 16, 32)
     model.layers = nn.ModuleList([model.layers[at] for at in order])
 
     def step(model):
@@ -87,14 +86,14 @@ def test_weights_that_autocast_casts_count_once(order, share):
         loss.backward()
 
     plain = peak_of(partial(step, copy.deepcopy(model)))
-    with torchckpt.checkpoint_layers(model, "**.parts", budget=f"{share}%") as handle:
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="100%") as handle:
         for _ in range(3):
             model.zero_grad()
             taken = peak_of(partial(step, model))
         plan = handle.plan
-    assert plan.everything_kept_bytes == pytest.approx(plain, rel=0.02)
-    assert taken == pytest.approx(plan.peak_bytes, rel=0.02)
-    assert len(plan.kept) == 4 or share < 100
+    assert plan.everything_kept_bytes == pytest.approx(plain, rel=0.01)
+    assert taken == pytest.approx(plan.peak_bytes, rel=0.01)
+    assert len(plan.kept) == 4
 
 
 def test_outputs_that_a_replay_makes_again_count_once(x):

@@ -105,6 +105,12 @@ class Took(NamedTuple):
 
 def most_of(tooks: Sequence[Took], factors: Sequence[float]) -> Took:
     """The most that any of several steps with the same layers took, each with its bytes times its factor."""
+    caches = {
+        tuple((call.cached_bytes * factor, call.shared_bytes * factor) for call in took.calls)
+        for took, factor in zip(tooks, factors)
+    }
+    if len(caches) > 1:  # what is cached in one of them is not in another
+        tooks = [took.in_one() for took in tooks]
     calls = []
     for each in zip(*(took.calls for took in tooks)):
         rows: list[list[float]] = []
