@@ -104,7 +104,7 @@ def families(rows: Iterable[Row]) -> Iterator[str]:
 def budget(rows: list[Row]) -> Iterator[str]:
     """What ``checkpoint_layers(model, budget="60%")`` finds, plans and takes."""
     fits = "planned within the budget", "measured within the budget", "measured / planned"
-    yield _head("", "models", "blocks found", "plan", "equal", *fits)
+    yield _head("", "models", "blocks found", "plan", "equal", "measured", *fits)
     for library in dict.fromkeys(row["library"] for row in rows):
         own = [row for row in rows if row["library"] == library]
         planned = [row for row in own if row.get("planned")]
@@ -113,7 +113,7 @@ def budget(rows: list[Row]) -> Iterator[str]:
         fits = [sum(row[peak] <= row["budget"] for row in measured) for peak in ("planned", "measured")]
         ratio = median(row["measured"] / row["planned"] for row in measured) if measured else 0.0
         found = sum("blocks" in row for row in own)
-        cells = [library, len(own), found, len(planned), equal, *fits, f"{ratio:.3f}"]
+        cells = [library, len(own), found, len(planned), equal, len(measured), *fits, f"{ratio:.3f}"]
         yield f"| {' | '.join(map(str, cells))} |"
 
 

@@ -134,7 +134,7 @@ def unpredicted(runs: Sequence[Run]) -> Iterator[str]:
     for title, timed in (("time", True), ("memory", False)):
         reasons: dict[str, int] = {}
         for run in runs:
-            has = run.step_seconds if timed else run.measured_gib
+            has = run.wrong or (run.step_seconds if timed else run.measured_gib)
             if has and (reason := run.reason(timed=timed)):
                 reasons[reason] = reasons.get(reason, 0) + 1
         yield f"\nnot predicted, {title}: {sum(reasons.values())} rows"

@@ -2,12 +2,14 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torchckpt.errors import ArgumentError
+from benchmarks.published.fields import KEYS, OF_EXPERTS, wrong_fields
+from torchckpt.errors import ArgumentError, Fault, brief, raise_fault
 from torchckpt.jobs.job import Job
 from torchckpt.jobs.layout import Layout, Software
 from torchckpt.jobs.memory import memory_of
@@ -49,6 +51,8 @@ _SCHEDULES = {
 _HEADS = {"redis": "balanced", "vocab-1": "split", "vocab-2": "split", "interlaced": "split"}
 _AHEAD = {"vocab-1": 2, "vocab-2": 1}
 """Forwards more ahead; of an interlaced head half as many as ranks."""
+_MOST_VISITS = 2**18
+"""Of a simulated step."""
 _EAGER = ("titan", "foundry", "fms", "torchtune", "automodel", "fsdp", "paddle")
 
 
@@ -60,6 +64,8 @@ class Run:
     row: dict[str, Any]
     rates: dict[str, Rates] = field(default_factory=lambda: dict(RATES))
     levers: frozenset[str] = frozenset()
+    wrong: str = ""
+    """What the row says in another kind of value; these fields count as not printed."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -82,7 +88,7 @@ class Run:
         name = self.gpu.split(" (")[0].replace("-class", "")
         if "HBM2e" in self.gpu or "95 GiB" in self.gpu:
             return "H100 500W"
-        return next((known for known in (name, name.split()[0]) if known in _DEVICES), None)
+        return next((known for known in (name, *name.split()[:1]) if known in _DEVICES), None)
 
     @property
     def kind(self) -> str:
@@ -94,10 +100,12 @@ class Run:
     @property
     def is_low_precision(self) -> bool:
         """Whether anything else than bf16 and fp16 is multiplied."""
-        return (self.precision or "bf16").split()[0].split("/")[0] not in ("bf16", "fp16")
+        return (self.precision or "bf16").partition(" ")[0].partition("/")[0] not in ("bf16", "fp16")
 
     def reason(self, *, timed: bool) -> str:
         """Why the time, or the memory, of the row cannot be predicted; empty if it can."""
+        if self.wrong:
+            return self.wrong
         wanted = ["layers", "hidden", "heads", "micro_batch", "seq_len", *["microbatches_per_step"] * timed]
         missing = [name for name in wanted if not self.row[name]]
         if missing:
@@ -110,12 +118,14 @@ class Run:
 
     @cached_property
     def _trouble(self) -> str:
-        """Why the layout of the row has no step; empty if it has one."""
+        """Why the row has no prediction; empty if it has one."""
         try:
-            self.job.step.run  # noqa: B018  # simulated once, and kept
-        except (ArgumentError, ZeroDivisionError) as error:
-            return str(error).partition("\n")[0]
-        return ""
+            predicted = self.seconds, self.memory_gib
+        except ArgumentError as error:
+            return next(line for line in str(error.args[0]).splitlines() if not line.endswith(" faults"))
+        except (ArithmeticError, LookupError, ValueError) as error:
+            return f"its layout has no step: {error}"
+        return "" if all(map(math.isfinite, predicted)) else "what is predicted is not finite"
 
     @property
     def time_or_mfu(self) -> float | None:
@@ -165,8 +175,8 @@ class Run:
         return Model(
             row["model"], row["layers"], row["hidden"], row["heads"], row["ffn"] or 4 * row["hidden"],
             row["vocab"] or 51200, row["kv_heads"] or 0, row["head_dim"] or 0, bool(row["gated_mlp"]),
-            bool(row["tied_embeddings"]), experts=moe.get("experts", 0), active=moe.get("topk", 0),
-            shared=moe.get("shared") or 0, expert_ffn=moe.get("moe_ffn", 0), dense_layers=moe.get("dense_layers") or 0,
+            bool(row["tied_embeddings"]),
+            **{name: moe.get(key) or 0 for key, name in OF_EXPERTS.items()},
         )  # fmt: skip
 
     @property
@@ -269,7 +279,14 @@ class Run:
 
     @cached_property
     def job(self) -> Job:
-        return Job(self.sizes, self.layout, self.machine)
+        layout = self.layout
+        if layout.shards > layout.dp * layout.cp:
+            received = f"fsdp={layout.shards}, dp={layout.dp}, cp={layout.cp}"
+            raise_fault(Fault(f"more ranks share the state than dp x cp: {received}", received, f"dp={layout.shards}"))
+        if layout.stages * layout.micro_batches > _MOST_VISITS:
+            received = f"{layout.stages} stages x {layout.micro_batches} micro-batches"
+            raise_fault(Fault(f"the step is too long to simulate: {received}", received, "fewer micro-batches"))
+        return Job(self.sizes, layout, self.machine)
 
     @cached_property
     def seconds(self) -> float:
@@ -281,7 +298,7 @@ class Run:
         return (most + DRIVER_BYTES * (self.memory_kind == "driver")) / GIB
 
     def with_rates(self, rates: dict[str, Rates]) -> Run:
-        return Run(self.row, rates, self.levers)
+        return Run(self.row, rates, self.levers, self.wrong)
 
 
 def read_runs(path: Path) -> list[Run]:
@@ -290,11 +307,13 @@ def read_runs(path: Path) -> list[Run]:
     levers: set[str] = set()
     runs = []
     for row in _rows(path):
-        known = {**dict.fromkeys(_KEYS), **row}
-        if str(known["series"]).startswith("torchtune"):
+        wrong = dict(wrong_fields(row))
+        known = {**dict.fromkeys(KEYS), **row, **dict.fromkeys(wrong)}
+        why = "; ".join(f"{key} is not {kind}: {brief(row[key])}" for key, kind in wrong.items())
+        if is_tuned := (known["series"] or "").startswith("torchtune"):
             words = f"{known['quoted']} {known['notes']}".lower().replace("8-bit", "8bit")
             levers |= {lever for lever in _LEVERS if lever in words}
-        runs.append(Run(known, levers=frozenset(levers) if "torchtune" in str(known["series"]) else frozenset()))
+        runs.append(Run(known, levers=frozenset(levers if is_tuned else ()), wrong=why))
     return runs
 
 
@@ -303,7 +322,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8")
         rows = json.loads(text) if text.lstrip().startswith("[") else list(map(json.loads, text.splitlines()))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SystemExit(f"cannot read the rows: {error}; received: --rows {path}; {works}") from None
     for number, row in enumerate(rows):
         known = row if isinstance(row, dict) else {}
@@ -313,14 +332,6 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-_KEYS = (
-    "id", "series", "model", "model_kind", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "gated_mlp",
-    "vocab", "tied_embeddings", "moe", "seq_len", "micro_batch", "global_batch", "microbatches_per_step", "gpu",
-    "gpus", "gpus_per_node", "inter_node_gbps_per_gpu", "tp", "sp", "cp", "ep", "pp", "vpp", "dp", "fsdp",
-    "zero_stage", "schedule", "precision", "state_dtypes", "recompute", "recompute_detail", "attention", "compile",
-    "optimizer_sharding", "overlap_notes", "framework", "step_seconds", "mfu_pct", "hfu_pct", "peak_memory_gib",
-    "peak_memory_kind", "peak_active_gib", "outcome", "source", "quoted", "notes",
-)  # fmt: skip
 _LEVERS = ("chunk", "fuse", "offload", "8bit")
 _LEFT_OUT = {
     "atorch-FSDP": "17 GiB that do not shrink with the shards; what holds them is not printed",

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.published import fit, pairs, predict, runs
+from benchmarks.published import fields, fit, pairs, predict, runs
 from tests.scripts import ROOT
 
 HERE = ROOT / "benchmarks" / "published"
@@ -78,6 +78,41 @@ def test_rows_that_cannot_be_predicted_say_why_and_count(printed, rows):
     assert runs.Run({**rows[0].row, "gpu": "TPU v5"}).reason(timed=True) == "no data sheet of TPU v5"
 
 
+WRONG = {
+    "a text": (5, [1], {"a": 1}, True, "\ud800"), "true or false": (1, "x", []),
+    "an object of whole numbers": (1, [], {"topk": "2"}),
+    "a whole number": (-1, 1.5, "8", float("nan"), 10**400, True, [1]),
+    "a number": (-1, "x", float("nan"), float("inf"), True, 1e-300),
+}  # fmt: skip
+
+
+def test_values_of_another_kind_cannot_be_predicted_and_count(tmp_path, rows, capsys):
+    """For each field a file of the first row with odd values. The report has all of them, with the reason."""
+    path, row = tmp_path / "rows.json", rows[0].row
+    odd = [(key, kind, value) for kind, keys in fields._KINDS.items() for key in keys for value in WRONG[kind]]
+    path.write_text(json.dumps([row, *({**row, key: value} for key, _, value in odd)]))
+    predict.main(["--rows", str(path)])
+    printed = capsys.readouterr().out
+    assert printed.count(f"not predicted, time: {len(odd)} rows") == 1
+    assert printed.count(f"not predicted, memory: {len(odd)} rows") == 1
+    assert [key for key, kind, _ in odd if f"  {key} is not {kind}: " not in printed] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dp": None, "fsdp": 8}, "more ranks share the state than dp x cp: fsdp=8, dp=1, cp=1"),
+        ({"moe": {"experts": 8, "topk": None, "moe_ffn": 8}}, "a model with experts lacks active"),
+        ({"heads": 7, "head_dim": None}, "hidden of the model does not divide by its heads"),
+        ({"microbatches_per_step": 2**20}, "the step is too long to simulate: 1 stages x 1048576 micro-batches"),
+    ],
+)
+def test_a_row_without_a_step_says_why(change, reason, rows):
+    odd = runs.Run({**rows[0].row, **change})
+    assert reason in odd.reason(timed=True)
+    assert reason in odd.reason(timed=False)
+
+
 def test_a_file_of_the_same_form(tmp_path, rows, capsys):
     few = tmp_path / "rows.json"
     few.write_text("\n".join(json.dumps(run.row) for run in rows[:6]))
@@ -89,7 +124,12 @@ def test_a_file_of_the_same_form(tmp_path, rows, capsys):
 
 
 @pytest.mark.parametrize(
-    ("text", "wrong"), [("[{", "cannot read the rows: "), ('{"id": "a"}', "a row has no series; received: row 0")]
+    ("text", "wrong"),
+    [
+        ("[{", "cannot read the rows: "),
+        ("[" * 100_000, "cannot read the rows: "),
+        ('{"id": "a"}', "a row has no series; received: row 0"),
+    ],
 )
 def test_a_file_that_has_no_rows(text, wrong, tmp_path):
     path = tmp_path / "rows.json"

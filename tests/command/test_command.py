@@ -130,7 +130,8 @@ _COUNTS = "--stages 4 --microbatches 4"
         ),
         (f"--schedule 1f1b {_COUNTS} --budget much", "argument --budget: not a number from 0 to 1e+12; received: much"),
         (f"--schedule 1f1b {_COUNTS} --backward 0", "argument --backward: not a number above 0; received: 0"),
-        ("--schedule 1f1b --stages 4", "--schedule is given without --microbatches"),
+        ("--schedule 1f1b --stages 4", "--schedule is given without --microbatches; works: --schedule 1f1b --stages 4 "
+         "--microbatches 8"),
         (
             "--schedule zbv --stages 7 --microbatches 8",
             "the stages do not divide among ranks of 2, as zbv has them; received: --stages 7; works: --stages 8",

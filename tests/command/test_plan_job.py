@@ -92,6 +92,10 @@ def test_the_search(capsys, tmp_path):
         ((*JOB[1:-1], "136", "--pp", "8", "--schedule", "interleaved_1f1b"), "do not divide into m // ranks rounds"),
         ((*JOB[1:], "--host", "200GB"), "a host is given without its bytes, or without those of its link"),
         ((*JOB[1:], "--policy", "some"), "invalid choice: 'some'"),
+        ((*JOB[1:], "--link", "1"), "--link is given with --model"),
+        ((*JOB[1:], "--balance"), "--balance is given with --model"),
+        ((*JOB[1:], "--tp", "3", "--dp", "2"), "; works: --gpus 6 | the heads do not divide by tp; received: "),
+        ((*JOB[1:-1], "16", "--pp", "4", "--schedule", "DualPipeV"), "works: --global-batch 128"),
         ((), "one of the arguments --schedule --csv --model is required; works: python -m torchckpt plan --schedule"),
     ],
 )

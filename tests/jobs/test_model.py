@@ -7,7 +7,7 @@ import re
 import pytest
 
 from torchckpt.errors import ArgumentError
-from torchckpt.jobs import MODELS, Model, model_named
+from torchckpt.jobs import MODELS, Model, model, model_named
 
 
 def test_parameters_by_hand():
@@ -70,7 +70,8 @@ def test_a_file_with_the_sizes_of_a_model(tmp_path):
         ("[1]", "the file of the model is not an object of sizes"),
         ("{", "cannot read the model: it is not JSON"),
         ('{"layers": 2, "hidden": 8, "heads": 2, "ffn": 32, "vocab": 9, "width": 8}', "has width, which no model has"),
-        ('{"model_type": "deepseek_v3", "kv_lora_rank": 512}', "latent attention is not known"),
+        ("[" * 100_000, "cannot read the model: it is not JSON"),
+        ('{"layers": 2, "hidden": 8, "heads": 0, "ffn": 32, "vocab": 9}', "heads of the model is not a whole number"),
     ],
 )
 def test_a_file_that_is_no_model(text, wrong, tmp_path):
@@ -85,3 +86,52 @@ def test_an_unknown_name_names_the_nearest():
         model_named("lama3-70b")
     with pytest.raises(ArgumentError, match="cannot read the model: No such file"):
         model_named("nowhere.json")
+
+
+SIZES = {"layers": 4, "hidden": 64, "heads": 4, "ffn": 256, "vocab": 1000}
+EXPERTS = {"experts": 8, "active": 2, "expert_ffn": 64}
+ODD = (-1, 2.5, float("nan"), 10**400, "2", [], {}, 2**30)
+
+
+@pytest.mark.parametrize("base", [SIZES, {**SIZES, **EXPERTS}], ids=["dense", "experts"])
+@pytest.mark.parametrize("size", sorted(model._RANGES))
+def test_a_size_is_a_whole_number_within_its_range(base, size):
+    for value in (*ODD, None, True):
+        with pytest.raises(ArgumentError, match=f"{size} of the model is not a whole number from . to "):
+            Model("", **{**base, size: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "rule"),
+    [("name", "a text"), ("source", "a text"), ("gated", "true or false"), ("tied", "true or false"),
+     ("biases", "true or false"), ("published", "a number of parameters")],
+)  # fmt: skip
+def test_other_fields_have_their_type(field, rule):
+    for value in (*ODD[:1], ODD[2], [], {}):
+        with pytest.raises(ArgumentError, match=f"{field} of the model is not {rule}"):
+            Model(**{"name": "", **SIZES, field: value})
+    assert Model("", **SIZES, biases=None, published=7e9, source="a page").published == 7e9
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wrong"),
+    [
+        ({"heads": 5}, "hidden of the model does not divide by its heads"),
+        ({"kv_heads": 3}, "heads of the model do not divide by its heads of keys and values"),
+        ({"active": 4}, "a model without experts has active"),
+        ({**EXPERTS, "active": 0}, "a model with experts lacks active"),
+        ({**EXPERTS, "expert_ffn": 0}, "a model with experts lacks expert_ffn"),
+        ({**EXPERTS, "active": 9}, "a token meets more experts than the model has"),
+        ({**EXPERTS, "dense_layers": 4}, "no layer of the model has experts"),
+    ],
+)
+def test_sizes_go_together(sizes, wrong):
+    with pytest.raises(ArgumentError, match=wrong) as caught:
+        Model("", **{**SIZES, **sizes})
+    name, _, value = str(caught.value).rpartition("works:    ")[2].partition("=")
+    assert Model("", **{**SIZES, **sizes, name: int(value)}).parameters > 0
+
+
+def test_all_faults_are_listed():
+    with pytest.raises(ArgumentError, match=r"(?s)Model\(\): 3 faults.*layers of .*heads of .*gated of"):
+        Model("", **{**SIZES, "layers": -1, "heads": True, "gated": "false"})

@@ -9,8 +9,10 @@ import pytest
 
 from torchckpt.errors import ArgumentError, BudgetInfeasible
 from torchckpt.jobs import MACHINES, MODELS, Job, Layout, plan_job
+from torchckpt.jobs.layout import SOFTWARE
 from torchckpt.jobs.picture import drawn
 from torchckpt.jobs.plan import BUFFERS, MARGIN
+from torchckpt.planning.order.schedules import NAMES
 from torchckpt.planning.work.host import Host
 
 FLAGSHIP = Layout(gpus=64, tp=8, pp=4, dp=2, global_batch=256, recompute="planned")
@@ -78,10 +80,15 @@ def test_the_error_names_the_part_and_the_nearest_layout_that_fits():
     [
         ({"dp": 3, "global_batch": 255}, "the GPUs are not tp x cp x pp x dp", "gpus=96"),
         ({"tp": 64, "pp": 1, "dp": 1, "model": "llama3-8b"}, "the heads do not divide by tp", "tp=32"),
-        ({"cp": 3, "gpus": 192}, "the sequence does not divide by twice cp", "cp=4"),
+        ({"cp": 3, "gpus": 192}, "the sequence does not divide by twice cp", "cp=2"),
         ({"ep": 3, "model": "mixtral-8x7b"}, "the experts do not divide by ep", "ep=2"),
         ({"global_batch": 255}, "the batch does not divide by dp x micro-batch", "global_batch=256"),
         ({"pp": 128, "gpus": 2048}, "there are fewer layers than stages", "pp=80"),
+        ({"cp": 8, "gpus": 512, "sequence": 8}, "the sequence does not divide by twice cp", "cp=4"),
+        ({"chunks": 2}, "the schedule 1f1b fixes its number of stages on a rank", "chunks=1"),
+        ({"schedule": "zbv", "chunks": 3}, "the schedule zbv fixes its number of stages on a rank", "interleaved"),
+        ({"global_batch": 10**12}, "stages times micro-batches are more than 1000000", "global_batch=500000"),
+        ({"schedule": "dualpipe_v", "global_batch": 4}, "m is too small.*\n.*global_batch=4", "global_batch=16"),
     ],
 )
 def test_a_layout_that_does_not_divide(changes, wrong, works):
@@ -90,6 +97,55 @@ def test_a_layout_that_does_not_divide(changes, wrong, works):
     with pytest.raises(ArgumentError, match=wrong) as error:
         plan_job(job(replace(FLAGSHIP, **values), model))
     assert works in str(error.value)
+
+
+@pytest.mark.parametrize("schedule", ["zero_bubble", "zbv", "dualpipe_v", "interleaved_1f1b"])
+@pytest.mark.parametrize("recompute", ["none", "full", "planned"])
+def test_no_step_is_shorter_than_its_bound(schedule, recompute):
+    """Also where steps overlap, so that the step is that of the busiest rank."""
+    layout = Layout(gpus=4, pp=4, global_batch=8, schedule=schedule, recompute=recompute,
+                    chunks=2 if "inter" in schedule else 1)  # fmt: skip
+    for memory in (120e9, 300e9):
+        try:
+            plan = plan_job(job(layout, "llama3-8b"), memory)
+        except BudgetInfeasible:
+            continue
+        assert plan.bound_seconds <= plan.step_seconds * (1 + 1e-9)
+        busy = sum(stage.forward_seconds + stage.input_grad_seconds + stage.weight_grad_seconds
+                   for stage in plan.job.stages)  # fmt: skip
+        assert plan.bound_seconds >= 8 * busy / 4
+        assert 0 <= plan.bubble < 1
+
+
+def test_a_host_beside_overlapping_steps_has_a_bound_that_holds():
+    layout = Layout(gpus=4, pp=4, global_batch=8, schedule="zero_bubble", recompute="planned")
+    plan = plan_job(job(layout, "llama3-8b"), 100e9, Host("1TB", out="100GB"))
+    assert plan.away_share
+    assert plan.bound_seconds <= plan.step_seconds
+
+
+@pytest.mark.parametrize("name", ["ZBV", "ScheduleZBVZeroBubble", "Interleaved1F1B", "InterleavedZeroBubble", "1F1B"])
+def test_another_name_of_a_schedule_is_the_same_layout(name):
+    layout = Layout(gpus=4, pp=4, global_batch=8, schedule=name)
+    assert layout.schedule in NAMES
+    assert layout == replace(layout, schedule=layout.schedule)
+
+
+@pytest.mark.parametrize("memory", [9e9, 12e9, 80e9])
+def test_a_plan_is_no_longer_than_recomputing_everything(memory):
+    """FSDP2 gathers weights beside replays, too."""
+    layout = Layout(gpus=32, tp=4, dp=8, micro_batch=2, global_batch=64, sequence=2048, state="fsdp2",
+                    software=SOFTWARE["torchtitan"])  # fmt: skip
+    full, planned = (
+        plan_job(job(replace(layout, recompute=recompute), "llama3-8b"), memory) for recompute in ("full", "planned")
+    )
+    assert planned.step_seconds <= full.step_seconds * (1 + 1e-9)
+    assert full.bound_seconds <= planned.step_seconds * (1 + 1e-9)
+
+
+def test_a_bound_of_many_micro_batches_that_can_all_wait_takes_no_time():
+    layout = Layout(gpus=64, tp=16, pp=4, global_batch=8, sequence=16, schedule="zbv", recompute="planned")
+    assert plan_job(job(layout), 10e12).bound_seconds > 0
 
 
 def test_numbers_for_a_file_and_the_picture():

@@ -8,6 +8,7 @@ import pytest
 from torchckpt.errors import ArgumentError
 from torchckpt.jobs import MACHINES, MODELS, Layout, search_layouts
 from torchckpt.jobs import search as module
+from torchckpt.planning import Host
 
 BASE = Layout(gpus=4, global_batch=16, sequence=4096)
 MODEL = replace(MODELS["llama3-8b"], layers=8)
@@ -51,7 +52,10 @@ def everything(request):
         patch.setattr(module, "_PLANNED", 0)
         result = search_layouts(*case)
     assert result.pruned == 0
-    return result, case, [least for least, *_ in module._bounded(*case, 80e9, module.SearchResult())]
+    model, machine, base = case
+    space = module.Space(model, base, machine.network.node_devices, ())
+    bounded = module._bounded(model, machine, space, 80e9, module.SearchResult())
+    return result, case, [least for least, *_ in bounded]
 
 
 @pytest.mark.parametrize("count", [1, 4, 20])
@@ -89,8 +93,40 @@ def test_an_interrupted_search_has_what_it_found():
 
 
 def test_nothing_fits():
-    with pytest.raises(ArgumentError, match=r"no layout fits.*\n.*the state does not fit.*\n.*gpus=8"):
+    with pytest.raises(ArgumentError, match=r"no layout fits.*\n.*the state does not fit.*\n.*gpus=2$"):
+        search_layouts(MODELS["llama3-8b"], H100, replace(BASE, gpus=1))
+    assert search_layouts(MODELS["llama3-8b"], H100, replace(BASE, gpus=2)).best
+    with pytest.raises(ArgumentError, match=r"gpus=128$"):
         search_layouts(MODELS["llama3-405b"], H100, BASE)
+    with pytest.raises(ArgumentError, match="a host of one size"):
+        search_layouts(MODEL, H100, BASE, host=Host([1, 2], out=1))
+
+
+def test_a_short_sequence_is_not_split():
+    found = search_layouts(MODEL, H100, replace(BASE, sequence=512))
+    assert {plan.job.layout.cp for plan in found.best} == {1}
+    assert found.reasons["a rank has fewer than 1024 tokens of a sequence"]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"tp": 2, "pp": 2, "dp": 1, "micro_batch": 2, "schedule": "gpipe"},
+        {"pp": 2, "chunks": 1, "schedule": "interleaved_1f1b"},
+        {"state": "none", "recompute": "selective"},
+        {"recompute": "planned", "pp": 4},
+    ],
+)
+def test_fields_that_are_fixed(values):
+    base = replace(BASE, **values)
+    found = search_layouts(MODEL, H100, base, fixed=values)
+    assert {tuple(getattr(plan.job.layout, name) for name in values) for plan in found.best} == {(*values.values(),)}
+
+
+def test_a_plan_that_recomputes_everything_is_no_other_layout():
+    found = search_layouts(MODELS["llama3-8b"], H100, replace(BASE, gpus=8, global_batch=64), 24e9)
+    rows = [(replace(plan.job.layout, recompute="full"), plan.step_seconds) for plan in found.best]
+    assert len(rows) == len(set(rows))
 
 
 def test_table_and_numbers(found):

@@ -22,7 +22,7 @@ _ALONE = (*_COUNTS, "policy", "sharding", "framework", "network", "search")
 _NOT_WITH = (
     "target", "csv", "ranks", "stages", "microbatches", "blocks", "forward", "backward", "weight_grad", "recompute",
     "saved", "boundary", "first", "last", "efficiency", "dtype", "optimizer_bytes", "kernels", "link_bandwidth",
-    "budget", "mesh", "profile",
+    "budget", "mesh", "profile", "link", "balance",
 )  # fmt: skip
 _WORKS = "works: plan --model llama3-70b --gpus 64 --device h100 --tp 8 --pp 4 --dp 2 --global-batch 256"
 _HELP = {
@@ -31,7 +31,9 @@ _HELP = {
     "global_batch": "sequences of a step", "sequence": "tokens; default: 8192", "chunks": "stages of a rank; default: "
     "1, or 2 where the schedule needs them", "node": "GPUs of a node; default: 8",
 }  # fmt: skip
-_OPTIONS = {"recompute": "policy", "state": "sharding"}
+_FIXED = ("tp", "cp", "ep", "pp", "dp", "micro_batch", "chunks")
+_FIELDS = {"policy": "recompute", "sharding": "state", "framework": "software"}
+"""Options, by the field of a layout."""
 
 
 def add_job(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +50,8 @@ def add_job(parser: argparse.ArgumentParser) -> None:
     text = "whose kernels and dtypes: megatron, or torchtitan (default with fsdp2)"
     group.add_argument("--framework", choices=tuple(SOFTWARE), metavar="NAME", help=text)
     group.add_argument("--network", type=size, metavar="SIZE", help="a second, between nodes and for each GPU")
-    group.add_argument("--search", action="store_true", default=None, help="all layouts on --gpus; the best 20")
+    text = "all layouts on --gpus that are as the other options say; the best 20"
+    group.add_argument("--search", action="store_true", default=None, help=text)
 
 
 def job_faults(options: argparse.Namespace) -> None:
@@ -73,7 +76,9 @@ def run_job(options: argparse.Namespace, host: Host | None) -> None:
 def _run(options: argparse.Namespace, host: Host | None) -> None:
     model, machine, layout = model_named(options.model), _machine(options), _layout(options)
     if options.search:
-        result = search_layouts(model, machine, layout, options.device_memory, host, _Progress())
+        names = given(options, (*_FIXED, "schedule", *_FIELDS))
+        fixed = [_FIELDS.get(name, name) for name in (text[2:].replace("-", "_") for text in names)]
+        result = search_layouts(model, machine, layout, options.device_memory, host, _Progress(), fixed)
         best, text, numbers = result.best[0] if result.best else None, str(result), result.as_json()
     else:
         best = plan_job(Job(model, layout, machine), options.device_memory, host)
@@ -121,7 +126,7 @@ def _in_options(text: str) -> str:
     names = "|".join(field.name for field in fields(Layout))
 
     def option(match: re.Match[str]) -> str:
-        name = _OPTIONS.get(match[1], match[1])
+        name = {field: option for option, field in _FIELDS.items()}.get(match[1], match[1])
         return f"--{name.replace('_', '-')} {match[2]}"
 
     return re.sub(rf"\b({names}|model)=[\"']?([\w.\-/]+)[\"']?", option, text)

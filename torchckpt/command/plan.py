@@ -114,15 +114,16 @@ def run(options: argparse.Namespace) -> None:
     costs = None if options.target is None else model_costs(options)
     schedule, stages = _asked(options, None if costs is None else costs.stages)
     budget = _budget(options) if options.device_memory is None else DeviceMemory(options.device_memory)
-    link = options.link if costs is None else replace(costs.link, latency_seconds=options.link)
+    latency, balance = options.link or 0.0, bool(options.balance)
+    link = latency if costs is None else replace(costs.link, latency_seconds=latency)
     compared = None
     if schedule is None:
         ranks = options.ranks or len(stages)
-        more: dict[str, Any] = {"ranks": ranks, "balance": options.balance, "host": host}
+        more: dict[str, Any] = {"ranks": ranks, "balance": balance, "host": host}
         compared = plan_every(stages, options.microbatches, budget, link, **more)
         plan = compared.best
     else:
-        plan = plan_pipeline(schedule, stages, budget, link, balance=options.balance, host=host)
+        plan = plan_pipeline(schedule, stages, budget, link, balance=balance, host=host)
     if options.svg is not None:
         write(options.svg, plan.draw())
     over = _over_device(plan, options)
@@ -355,7 +356,7 @@ def _add_stages(parser: argparse.ArgumentParser) -> None:
     for name, what in (("--first", "before all blocks: an embedding"), ("--last", "after them: a head, a loss")):
         text = f"never recomputed, {what}"
         group.add_argument(name, type=_three, metavar="F,B,BYTES", help=text)
-    group.add_argument("--link", type=amount, default=0.0, metavar="TIME", help="of one message; default: 0")
+    group.add_argument("--link", type=amount, metavar="TIME", help="of one message; default: 0")
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
@@ -364,6 +365,6 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--host", metavar="BYTES", help="memory of a rank on its host, to send blocks to: 200GB")
     group.add_argument("--host-link", metavar="BYTES[,BACK]", help="a second to the host, and back if that differs")
     group.add_argument("--host-half-duplex", action="store_true", help="the link copies one way at a time")
-    group.add_argument("--balance", action="store_true", help="also move blocks between stages")
+    group.add_argument("--balance", action="store_true", default=None, help="also move blocks between stages")
     group.add_argument("--svg", type=file_to_write(".svg"), metavar="FILE", help="draw the step and the memory")
     group.add_argument("--json", action="store_true", help="print JSON instead of the tables")

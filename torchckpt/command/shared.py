@@ -72,6 +72,8 @@ class Unusable(CheckpointError):
 def line(error: Exception) -> str:
     """A message as one line: the rule, what was received, what works."""
     text = re.sub(r"^[\w.]+\(\): ", "", str(error))
+    if several := re.match(r"\d+ faults\n", text):
+        text = f"{several[0].strip()}: " + re.sub(r"\n(?=\S)", " | ", text[several.end() :])
     return " ".join(re.sub(r"\n\s*(received|works):\s*", r"; \1: ", text).split())
 
 
@@ -133,7 +135,8 @@ def schedule_of_csv(options: argparse.Namespace, other: str, most: int) -> Sched
     if options.csv is None:
         missing = [name for name, value in counts.items() if value is None]
         if missing:
-            raise Unusable(f"--schedule is given without {' and '.join(missing)}")
+            works = "works: --schedule 1f1b --stages 4 --microbatches 8"
+            raise Unusable(f"--schedule is given without {' and '.join(missing)}; {works}")
         if options.stages * options.microbatches > most:
             received = f"--stages {options.stages} --microbatches {options.microbatches}"
             raise Unusable(f"--stages times --microbatches is above {most}; received: {received}; works: "
@@ -230,10 +233,9 @@ def count(text: str) -> int:
 
 def schedule_name(text: str) -> str:
     try:
-        named_schedule(text, 1, 2)
+        return named_schedule(text, 1, 2).name
     except ArgumentError as error:
         raise argparse.ArgumentTypeError(line(error)) from None
-    return text
 
 
 def amount(text: str) -> float:

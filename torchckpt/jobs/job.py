@@ -21,7 +21,7 @@ from torchckpt.planning.work.collective import Collective
 __all__ = ["Job"]
 
 _SPLIT = (*SPLIT, "zb-2p")
-"""Schedules with split backwards. Their steps overlap: a rank begins the next one when it has ended its own part."""
+"""Schedules with split backwards."""
 
 
 @dataclass(frozen=True)
@@ -125,13 +125,16 @@ class Job:
 
     def _beside_weights(self, dense: bool) -> Block:
         """A layer whose weights FSDP2 gathers meanwhile, and whose gradients it reduces."""
-        block, layout = self.work[dense].block, self.layout
+        block = self.work[dense].block
         shared = self._shared_weights(sum(self.held_parameters(0 if dense else self.model.dense_layers)))
-        replay = block.recompute_seconds * layout.recomputed_share if layout.recompute == "full" else 0.0
-        backward = block.input_grad_seconds + block.weight_grad_seconds + replay
-        longer = self._beside(backward, self._told(shared, "backward")) - backward
-        forward = self._beside(block.forward_seconds, self._told(shared, "forward"))
-        return replace(block, forward_seconds=forward, input_grad_seconds=block.input_grad_seconds + longer)
+        backward, told = block.input_grad_seconds + block.weight_grad_seconds, self._told(shared, "backward")
+        longer = self._beside(backward, told)
+        return replace(
+            block,
+            forward_seconds=self._beside(block.forward_seconds, self._told(shared, "forward")),
+            input_grad_seconds=longer - block.weight_grad_seconds,
+            recompute_seconds=self._beside(backward + block.recompute_seconds, told) - longer,
+        )
 
     def _beside(self, compute: float, communication: float) -> float:
         """Seconds of both side by side."""
@@ -201,13 +204,20 @@ class Job:
         links = (Link(),) * (len(self.layers) - 1)  # ranks wait for messages: actions have their seconds
         return Step(self.schedule, self.stages, links, self.choices)
 
-    def seconds_of(self, step: Step) -> float:
-        """The seconds of the whole step, for a step of the pipeline: of one micro-batch where there is none."""
-        if self.layout.pp == 1:
-            return self.layout.micro_batches * step.seconds + self.once_seconds
-        if self.layout.schedule in _SPLIT:
-            return max(ends[-1] - starts[0] for starts, ends in zip(step.run.starts, step.run.ends)) + self.once_seconds
-        return step.seconds + self.once_seconds
+    @property
+    def overlaps(self) -> bool:
+        """Whether steps overlap: a rank begins the next one when it has ended its own part."""
+        return self.layout.pp > 1 and self.layout.schedule in _SPLIT
+
+    def pipeline_seconds(self, step: Step) -> float:
+        """The seconds of a step of the pipeline, of the rank that is busy longest where steps overlap."""
+        if self.overlaps:
+            return max(ends[-1] - starts[0] for starts, ends in zip(step.run.starts, step.run.ends))
+        return step.seconds
+
+    def whole_seconds(self, seconds: float) -> float:
+        """The seconds of the whole step, for those of the pipeline: of one micro-batch where there is none."""
+        return (self.layout.micro_batches if self.layout.pp == 1 else 1) * seconds + self.once_seconds
 
     @cached_property
     def rank_parameters(self) -> list[tuple[float, float]]:
@@ -255,4 +265,4 @@ class Job:
 
     @property
     def step_seconds(self) -> float:
-        return self.seconds_of(self.step)
+        return self.whole_seconds(self.pipeline_seconds(self.step))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torchckpt.errors import Fault
 from torchckpt.jobs.model import Model
-from torchckpt.planning.order.schedules import FOLDED
+from torchckpt.planning.order.schedules import CHUNKS, FOLDED, full_name
 
 __all__ = ["RECOMPUTES", "SOFTWARE", "STATES", "Layout", "Software"]
 
@@ -14,6 +14,7 @@ RECOMPUTES = ("none", "selective", "full", "planned")
 STATES = ("none", "zero1", "fsdp2")
 """What data-parallel ranks share of the state: nothing; the optimizer's (ZeRO-1); weights, gradients and optimizer's
 (FSDP2)."""
+_MOST_VISITS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class Layout:
     global_batch: int = 1
     sequence: int = 8192
     schedule: str = "1f1b"
+    """One of ``NAMES``, or torch's name of it; or ``zb-2p``."""
     chunks: int = 1
     """Stages on a rank."""
     ahead: int = 0
@@ -98,6 +100,9 @@ class Layout:
     sequence_parallel: bool = True
     fp8: bool = False
     software: Software = field(default_factory=Software)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "schedule", full_name(self.schedule) or self.schedule)
 
     @property
     def micro_batches(self) -> int:
@@ -128,7 +133,8 @@ class Layout:
 
     @property
     def stages(self) -> int:
-        return self.pp * (2 if self.schedule in FOLDED and self.pp > 1 else self.chunks)
+        each = 2 if self.schedule in FOLDED else self.chunks
+        return 1 if self.pp == 1 else self.pp * each
 
     @property
     def placement(self) -> tuple[int, ...]:
@@ -154,11 +160,9 @@ class Layout:
         kv = model.kv_heads or model.heads
         pairs = (
             ("the heads do not divide by tp", "heads", model.heads, "tp", self.tp),
-            ("the heads of keys and values do not divide by tp", "kv_heads", kv if self.tp < kv else self.tp, "tp",
+            ("the heads of keys and values do not divide by tp", "kv_heads", kv if self.tp % kv else self.tp, "tp",
              self.tp),
             ("the MLP does not divide by tp", "ffn", model.ffn, "tp", self.tp),
-            ("the sequence does not divide by twice cp", "sequence", self.sequence, "cp",
-             2 * self.cp if self.cp > 1 else 1),
             ("the experts do not divide by ep", "experts", model.experts or 1, "ep", self.ep),
             ("the data-parallel ranks do not divide by ep", "dp x cp x tp", self.dp * self.cp * self.tp, "ep",
              self.ep),
@@ -168,6 +172,17 @@ class Layout:
         for rule, whole, amount, part, divisor in pairs:
             if amount % divisor:
                 yield Fault(rule, f"{whole}={amount}, {part}={divisor}", _dividing(whole, amount, part, divisor))
+        if self.cp > 1 and self.sequence % (2 * self.cp):
+            nearest = max(cp for cp in range(1, self.cp) if cp == 1 or self.sequence % (2 * cp) == 0)
+            received = f"sequence={self.sequence}, cp={self.cp}"
+            yield Fault("the sequence does not divide by twice cp", received, f"cp={nearest}")
+        if self.chunks > 1 and self.schedule not in CHUNKS and not (self.schedule in FOLDED and self.chunks == 2):
+            rule = f"the schedule {self.schedule} fixes its number of stages on a rank"
+            yield Fault(rule, f"chunks={self.chunks}", "schedule='interleaved_1f1b', or chunks=1")
+        if self.pp > 1 and self.stages * self.micro_batches > _MOST_VISITS:
+            rule = f"stages times micro-batches are more than {_MOST_VISITS}"
+            batch = _MOST_VISITS // self.stages * self.dp * self.micro_batch
+            yield Fault(rule, f"global_batch={self.global_batch}", f"global_batch={batch}")
         if model.layers < self.stages:
             received = f"{model.layers} layers, {self.stages} stages"
             yield Fault("there are fewer layers than stages", received, f"pp={model.layers // self.chunks or 1}")

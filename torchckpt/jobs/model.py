@@ -1,10 +1,29 @@
 """Model: the sizes of a transformer, and the parameters that follow from them."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from functools import cached_property
+from numbers import Integral, Real
+from typing import cast
+
+from torchckpt.errors import Fault, brief, called, check
 
 __all__ = ["Model"]
+
+_RANGES = {
+    "layers": (32, 2**8), "hidden": (4096, 2**20), "heads": (32, 2**16), "ffn": (14336, 2**24),
+    "vocab": (128256, 2**24), "kv_heads": (8, 2**16), "head_dim": (128, 2**16), "positions": (2048, 2**24),
+    "experts": (8, 2**16), "active": (2, 2**16), "shared": (1, 2**16), "expert_ffn": (14336, 2**24),
+    "dense_layers": (1, 2**8),
+}  # fmt: skip
+"""Of each size: what a model has, and the most. More layers would be planned for minutes."""
+_KINDS = {
+    "int": "a whole number", "float": "a number of parameters", "str": "a text", "bool": "true or false",
+    "bool | None": "true or false",
+}  # fmt: skip
+_EXAMPLES = {"float": 7e9, "str": "llama3-8b", "bool": True, "bool | None": True}
 
 
 @dataclass(frozen=True)
@@ -14,6 +33,9 @@ class Model:
     >>> llama = Model("llama3-8b", layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256)
     >>> llama.parameters
     8030261248
+
+    Raises:
+        ArgumentError: sizes that are no whole numbers, out of range, or do not divide. The message lists all of them.
     """
 
     name: str
@@ -48,6 +70,10 @@ class Model:
     published: float = 0.0
     """The parameters that its publisher states."""
     source: str = ""
+
+    @called("Model()")
+    def __post_init__(self) -> None:
+        check(list(_odd_values(self)) or _odd_sizes(self))
 
     @property
     def head_size(self) -> int:
@@ -129,3 +155,49 @@ class Model:
         """FLOPs of a forward and backward that papers count: ``6 N + 12 L h s``, N without the embedding, nothing
         recomputed, attention not halved (Chowdhery et al. 2022, arXiv:2204.02311, appendix B)."""
         return 6.0 * self.active_parameters + 12.0 * self.layers * self.query_width * sequence
+
+
+def _odd_values(model: Model) -> Iterator[Fault]:
+    """Values of another type, or out of range."""
+    for each in fields(model):
+        value, kind = getattr(model, each.name), _KINDS[str(each.type)]
+        example, most = _RANGES.get(each.name, (0, 1e18))
+        least = int(each.default != 0)
+        if each.name in _RANGES:
+            kind += f" from {least} to {most}"
+        if not _is(str(each.type), value, least, most):
+            works = f"{each.name}={_EXAMPLES.get(str(each.type), example)!r}"
+            yield Fault(f"{each.name} of the model is not {kind}", f"{each.name}={brief(value)}", works)
+
+
+def _is(kind: str, value: object, least: float, most: float) -> bool:
+    if kind == "str":
+        return isinstance(value, str)
+    if kind.startswith("bool"):
+        return isinstance(value, bool) or (value is None and kind != "bool")
+    is_number = isinstance(value, Integral if kind == "int" else Real) and not isinstance(value, bool)
+    return is_number and least <= cast("float", value) <= most
+
+
+def _odd_sizes(model: Model) -> Iterator[Fault]:
+    """Sizes that do not go together."""
+    hidden, heads, kv_heads = model.hidden, model.heads, model.kv_heads or model.heads
+    if not model.head_dim and hidden % heads:
+        rule = "hidden of the model does not divide by its heads"
+        yield Fault(rule, f"hidden={hidden}, heads={heads}", f"head_dim={-(-hidden // heads)}")
+    if heads % kv_heads:
+        rule = "heads of the model do not divide by its heads of keys and values"
+        yield Fault(rule, f"heads={heads}, kv_heads={kv_heads}", f"kv_heads={math.gcd(heads, kv_heads)}")
+    sizes = {name: getattr(model, name) for name in ("active", "expert_ffn", "shared", "dense_layers")}
+    for name, size in sizes.items():
+        if size and not model.experts:
+            yield Fault(f"a model without experts has {name}", f"{name}={size}, experts=0", f"{name}=0")
+        elif not size and model.experts and name in ("active", "expert_ffn"):
+            works = f"{name}={min(_RANGES[name][0], model.experts if name == 'active' else model.ffn)}"
+            yield Fault(f"a model with experts lacks {name}", f"experts={model.experts}", works)
+    if model.experts and model.active > model.experts:
+        rule = "a token meets more experts than the model has"
+        yield Fault(rule, f"active={model.active}, experts={model.experts}", f"active={model.experts}")
+    if model.experts and model.dense_layers >= model.layers:
+        received = f"dense_layers={model.dense_layers}, layers={model.layers}"
+        yield Fault("no layer of the model has experts", received, f"dense_layers={model.layers - 1}")

@@ -1,6 +1,9 @@
 """Order: the schedule of a layout."""
 from __future__ import annotations
 
+import re
+
+from torchckpt.errors import ArgumentError
 from torchckpt.jobs.layout import Layout
 from torchckpt.planning.order.schedule import Schedule, Visit, in_turn
 from torchckpt.planning.order.schedules import CHUNKS, named_schedule
@@ -10,7 +13,11 @@ __all__ = ["schedule_of"]
 
 def schedule_of(layout: Layout) -> Schedule:
     """The order of actions, of one micro-batch where a rank has the whole model. 1F1B may have fewer micro-batches than
-    ranks."""
+    ranks.
+
+    Raises:
+        ArgumentError: the micro-batches do not suit the schedule.
+    """
     name, ranks, count = layout.schedule, layout.pp, layout.micro_batches
     if ranks == 1:
         return named_schedule("1f1b", 1, 1)
@@ -18,7 +25,12 @@ def schedule_of(layout: Layout) -> Schedule:
         return _ordered(name, ranks, count, ahead=2, behind=2)
     if name == "1f1b":
         return _ordered(name, ranks, count, extra=layout.ahead)
-    return named_schedule(name, ranks, count, layout.chunks if name in CHUNKS else None)
+    try:
+        return named_schedule(name, ranks, count, layout.chunks if name in CHUNKS else None)
+    except ArgumentError as error:
+        sequences = layout.dp * layout.micro_batch
+        text = re.sub(r"\bm=(\d+)", lambda m: f"global_batch={int(m[1]) * sequences}", str(error))
+        raise ArgumentError(text) from None
 
 
 def _ordered(name: str, ranks: int, count: int, ahead: int = 1, behind: int | None = None, extra: int = 0) -> Schedule:

@@ -17,6 +17,7 @@ from torchckpt.planning.draw.units import aligned, percent
 from torchckpt.planning.plan.pipeline import planned
 from torchckpt.planning.plan.problem import Problem, problem_of
 from torchckpt.planning.plan.result import PipelinePlan
+from torchckpt.planning.plan.search.bound import busiest_seconds
 from torchckpt.planning.step.simulated import Step
 from torchckpt.planning.work.choice import Choice
 from torchckpt.planning.work.collective import HEADS
@@ -29,6 +30,8 @@ BUFFERS = 1.5 * 2**30
 MARGIN = 0.05
 """The share of a device that is left to the allocator: reserved memory is more than what tensors take."""
 _GB = 1e9
+_ROOMY = 1e18
+"""Bytes in which everything is kept, as a host may hold everything."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class JobPlan:
 
     @cached_property
     def step_seconds(self) -> float:
-        return self.job.seconds_of(self.step)
+        return self.job.whole_seconds(self.job.pipeline_seconds(self.step))
 
     @property
     def peak_bytes(self) -> float:
@@ -73,8 +76,9 @@ class JobPlan:
 
     @cached_property
     def bubble(self) -> float:
-        """The share of the step in which the ranks of a pipeline compute nothing."""
-        return max(0.0, fmean(self.step.timeline.idle_share))
+        """The share of the pipeline's step in which its ranks compute nothing."""
+        busy = 1 - fmean(self.step.timeline.idle_share)
+        return max(0.0, 1 - busy * self.step.seconds / self.job.pipeline_seconds(self.step))
 
     @cached_property
     def recomputed_share(self) -> float:
@@ -92,11 +96,14 @@ class JobPlan:
     @cached_property
     def bound_seconds(self) -> float:
         """No plan of this schedule and layout has a shorter step, whatever it recomputes."""
-        bound = (self.pipeline or _problem(self.job, rooms(self.job, self.device_bytes))).bound_seconds
-        if not math.isfinite(bound):
-            return math.nan
-        times = self.job.layout.micro_batches if self.job.layout.pp == 1 else 1
-        return times * bound + self.job.once_seconds
+        plan, job = self.pipeline, self.job
+        problem = _problem(job, rooms(job, self.device_bytes)) if plan is None else plan.problem
+        if job.overlaps:
+            roomy = problem if problem.host is None else problem.within([_ROOMY] * job.layout.pp)
+            bound = math.inf if roomy.too_small else busiest_seconds(roomy.lanes)
+        else:
+            bound = problem.bound_seconds if plan is None else plan.bound_seconds
+        return job.whole_seconds(bound) if math.isfinite(bound) else math.nan
 
     def __str__(self) -> str:
         tables = [list(self._rows()), [HEADS, *(each.cells for each in self.job.collectives)]]

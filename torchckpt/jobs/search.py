@@ -7,24 +7,31 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeVar
 
-from torchckpt.errors import ArgumentError, called
+from torchckpt.errors import ArgumentError, Fault, brief, called, raise_fault
 from torchckpt.jobs.job import Job
 from torchckpt.jobs.layout import SOFTWARE, Layout
 from torchckpt.jobs.model import Model
-from torchckpt.jobs.plan import JobPlan, fitting, rooms
+from torchckpt.jobs.plan import JobPlan, fits, fitting, rooms
 from torchckpt.jobs.rates import Machine
 from torchckpt.planning.draw.units import aligned, percent
 from torchckpt.planning.work.host import Host
 
 __all__ = ["SearchResult", "search_layouts"]
 
+_T = TypeVar("_T")
+
 _BEST = 20
 _MICRO_BATCHES = (1, 2, 4, 8)
 _SCHEDULES = ("1f1b", "interleaved_1f1b", "zero_bubble", "zbv")
 _CHUNKS = (2, 4)
+_FREE = ("interleaved_1f1b", "looped_bfs")
+"""Schedules of which as many chunks are tried."""
+_RECOMPUTES = ("none", "selective", "full")
+_LEAST_CONTEXT = 1024
 _COLUMNS = ",tp,cp,ep,pp,dp,micro,schedule,state,recompute,step,tokens/s/GPU,MFU,peak,bubble,recomputed,away,bound"
 _PLANNED = 5
 """The best layouts that are planned block by block as well."""
@@ -91,6 +98,7 @@ def search_layouts(
     device_bytes: float | None = None,
     host: Host | None = None,
     progress: Callable[[int, int], None] | None = None,
+    fixed: Collection[str] = (),
 ) -> SearchResult:
     """The best layouts of ``model`` on ``base.gpus`` devices, with the batch and sequence of ``base``.
 
@@ -99,39 +107,56 @@ def search_layouts(
     (``KeyboardInterrupt``) ends the search with what it has.
 
     Args:
-        host: as of :func:`~torchckpt.jobs.plan.plan_job`.
+        host: as of :func:`~torchckpt.jobs.plan.plan_job`; one size for all ranks.
         progress: is called with the layouts that are done, and all.
+        fixed: fields of ``base`` that all layouts have, such as ``("tp", "schedule")``. Default: gpus, batch, sequence.
 
     Raises:
         ArgumentError: no layout divides, or none fits. The error counts the reasons.
     """
+    if host is not None and isinstance(host.bytes, tuple):
+        rule = "a search has layouts of many ranks, and a host of one size"
+        raise_fault(Fault(rule, f"bytes={brief(list(host.bytes))}", 'Host("200GiB", out="25GB")'))
     memory = machine.device.memory_bytes if device_bytes is None else device_bytes
     result = SearchResult()
     try:
-        waiting = _bounded(model, machine, base, memory, result)
+        waiting = _bounded(model, machine, Space(model, base, machine.network.node_devices, fixed), memory, result)
         _simulate(waiting, memory, result, progress or (lambda done, of: None))
-        _plan_best(memory, host, result)
+        _plan_best(memory, host, result, "recompute" in fixed)
         result.is_whole = True
     except KeyboardInterrupt:
         pass
     if not result.best and result.is_whole:
         raise ArgumentError(
-            f"no layout fits\n  received: {model.name} on {base.gpus} {machine.device.name}: {result.fell_out}\n"
-            f"  works:    gpus={2 * base.gpus}"
+            f"no layout fits\n  received: {model.name} on {base.gpus} {machine.device.name}: "
+            f"{result.fell_out or 'none is as the options say'}\n  works:    {_larger(model, machine, base, memory)}"
         )
     return result
 
 
+def _larger(model: Model, machine: Machine, base: Layout, memory: float) -> str:
+    """How many GPUs would do, in the first layout that is found."""
+    for gpus in (base.gpus << more for more in range(1, 9)):
+        space = Space(model, replace(base, gpus=gpus, micro_batch=1), machine.network.node_devices, ("micro_batch",))
+        for layout in space.layouts():
+            is_least = layout.recompute == "full" and layout.schedule == "1f1b"
+            if is_least and not list(layout.faults(model)) and fits(Job(model, layout, machine), memory):
+                return f"gpus={gpus}"
+    return "devices with more memory"
+
+
 def _bounded(
-    model: Model, machine: Machine, base: Layout, memory: float, result: SearchResult
+    model: Model, machine: Machine, space: Space, memory: float, result: SearchResult
 ) -> list[tuple[float, int, Job]]:
     """The layouts that divide and whose state fits, each with the least seconds of its step; a heap."""
     waiting: list[tuple[float, int, Job]] = []
-    for layout in _layouts(model, base, machine.network.node_devices):
+    for layout in space.layouts():
         result.layouts += 1
-        faults = list(layout.faults(model))
-        if faults:
-            result.reasons[faults[0].wrong] += 1
+        wrong = [fault.wrong for fault in layout.faults(model)]
+        if layout.cp > 1 and layout.context < _LEAST_CONTEXT:
+            wrong.append(f"a rank has fewer than {_LEAST_CONTEXT} tokens of a sequence")
+        if wrong:
+            result.reasons[wrong[0]] += 1
             continue
         job = Job(model, layout, machine)
         if min(rooms(job, memory)) < 0:
@@ -172,11 +197,13 @@ def _simulate(
             _keep(plan, result)
 
 
-def _plan_best(memory: float, host: Host | None, result: SearchResult) -> None:
-    for plan in result.best[:_PLANNED]:
+def _plan_best(memory: float, host: Host | None, result: SearchResult, is_fixed: bool) -> None:
+    """Plan the best that recompute everything. A plan that does, too, is no other layout."""
+    for plan in result.best[: 0 if is_fixed else _PLANNED]:
         if plan.job.layout.recompute == "full":
             job = replace(plan.job, layout=replace(plan.job.layout, recompute="planned"))
-            if (better := fitting(job, memory, host)) is not None:
+            better = fitting(job, memory, host)
+            if better is not None and (better.recomputed_share < 1 or better.away_share):
                 _keep(better, result)
 
 
@@ -186,41 +213,43 @@ def _keep(plan: JobPlan, result: SearchResult) -> None:
     del result.best[_BEST:]
 
 
-def _layouts(model: Model, base: Layout, node: int) -> Iterator[Layout]:
-    """All layouts; tensor parallel stays inside of a node."""
-    for tp in _divisors(min(base.gpus, node)):
-        for cp in _divisors(base.gpus // tp):
-            for pp in _divisors(base.gpus // (tp * cp)):
-                dp = base.gpus // (tp * cp * pp)
-                for ep in _divisors(tp * cp * dp) if model.experts else (1,):
-                    split = replace(base, tp=tp, cp=cp, ep=ep, pp=pp, dp=dp)
-                    if base.global_batch % dp == 0 and base.sequence // cp >= 1024:
-                        yield from _variants(split)
+class Space(NamedTuple):
+    """All layouts that are tried. Each field is that of ``base`` or one of some values."""
 
+    model: Model
+    base: Layout
+    node: int
+    fixed: Collection[str]
+    """The fields that are those of ``base``."""
 
-def _variants(split: Layout) -> Iterator[Layout]:
-    """FSDP2 is tried without a pipeline, in which it would keep what it gathers. Selective recomputation of a fused
-    attention frees nothing, so it is tried with the policy of torchtitan alone."""
-    states = ("zero1", "fsdp2") if split.pp == 1 else ("zero1",)
-    for micro_batch in _MICRO_BATCHES:
-        if split.global_batch % (split.dp * micro_batch):
-            continue
-        for schedule, chunks in _schedules(split.pp):
-            for state in states:
-                software = SOFTWARE["torchtitan" if state == "fsdp2" else "megatron"]
-                for recompute in ("none", "selective", "full")[:: 1 if state == "fsdp2" else 2]:
-                    yield replace(
-                        split, micro_batch=micro_batch, schedule=schedule, chunks=chunks, state=state,
-                        software=software, recompute=recompute,
-                    )  # fmt: skip
+    def layouts(self) -> Iterator[Layout]:
+        """Tensor parallel stays inside of a node."""
+        base = self.base
+        for tp in self._of("tp", _divisors(min(base.gpus, self.node))):
+            for cp in self._of("cp", _divisors(base.gpus // tp)):
+                for pp in self._of("pp", _divisors(base.gpus // (tp * cp))):
+                    for dp in self._of("dp", [max(1, base.gpus // (tp * cp * pp))]):
+                        for ep in self._of("ep", _divisors(tp * cp * dp) if self.model.experts else (1,)):
+                            yield from self._variants(replace(base, tp=tp, cp=cp, ep=ep, pp=pp, dp=dp))
 
+    def _variants(self, split: Layout) -> Iterator[Layout]:
+        """FSDP2 is tried without a pipeline, in which it would keep what it gathers. Selective recomputation of a fused
+        attention frees nothing, so it is tried with the policy of torchtitan alone."""
+        rows = split.global_batch // split.dp
+        micro_batches = [size for size in _MICRO_BATCHES if rows % size == 0 and rows] or [1]
+        for micro_batch in self._of("micro_batch", micro_batches):
+            for schedule in self._of("schedule", _SCHEDULES if split.pp > 1 else ("1f1b",)):
+                for chunks in self._of("chunks", _CHUNKS if schedule in _FREE and split.pp > 1 else (1,)):
+                    for state in self._of("state", ("zero1", "fsdp2") if split.pp == 1 else ("zero1",)):
+                        (software,) = self._of("software", [SOFTWARE["torchtitan" if state == "fsdp2" else "megatron"]])
+                        for recompute in self._of("recompute", _RECOMPUTES[:: 1 if state == "fsdp2" else 2]):
+                            yield replace(
+                                split, micro_batch=micro_batch, schedule=schedule, chunks=chunks, state=state,
+                                software=software, recompute=recompute,
+                            )  # fmt: skip
 
-def _schedules(pp: int) -> Iterator[tuple[str, int]]:
-    if pp == 1:
-        yield "1f1b", 1
-        return
-    for name in _SCHEDULES:
-        yield from ((name, chunks) for chunks in (_CHUNKS if name == "interleaved_1f1b" else (1,)))
+    def _of(self, field: str, values: Iterable[_T]) -> Iterable[_T]:
+        return (getattr(self.base, field),) if field in self.fixed else values
 
 
 def _divisors(number: int) -> Iterator[int]:

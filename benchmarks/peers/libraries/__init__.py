@@ -44,9 +44,9 @@ def _litgpt() -> Library:
 
 
 LIBRARIES = {
-    "timm": _timm,
     "transformers": _transformers,
     "diffusers": _diffusers,
     "litgpt": _litgpt,
+    "timm": _timm,
 }
-"""Each by its name; a call imports it."""
+"""Each by its name; a call imports it. timm is last: diffusers takes the stub of torchvision for torchvision."""

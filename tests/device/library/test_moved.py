@@ -121,6 +121,21 @@ def test_2_a_piece_is_written_when_it_was_read(sim, copies, in_use):
         third.assert_right()
 
 
+def test_2_pieces_that_are_given_back_in_another_order_than_they_are_read(sim, copies):
+    first, last = Scene(1.0).away(), Scene(2.0).away()
+    last.region.issue()
+    sim.synchronize()
+    place = next(first.region._moving()).piece.bytes.data_ptr()
+    with sim.held(copies._back):
+        first.region._begin()
+        last.region._begin()  # nothing is in use then, and what was given back last has been read
+        third = Scene(3.0).away()
+        assert next(third.region._moving()).piece.bytes.data_ptr() == place
+        in_time(copies._out)
+    for scene in (first, last, third):
+        scene.assert_right()
+
+
 def test_3_memory_is_let_go_of_when_it_was_copied(sim, compute, copies):
     scene = Scene()
     sim.synchronize()

@@ -42,6 +42,10 @@ WORKS = '\n  works:    Host("200GiB", out="25GB", back="25GB")'
         ((1, 1, float("nan")), f"{LINK}back=nan{WORKS}"),
         ((1, 1, 1, False, -1), "Host(): the drag of a host is not a number of seconds >= 0 for each second of copying\n"
          "  received: drag=-1\n  works:    drag=0.02"),
+        ((10**400, 1), f"{BYTES}{'1' + '0' * 400}{WORKS}"),
+        ((1, 1, 10**400), f"{LINK}back={'1' + '0' * 400}{WORKS}"),
+        ((1, 1, 1, "no"), "Host(): half_duplex is not True or False\n  received: half_duplex='no'\n"
+         "  works:    half_duplex=True"),
     ],
 )  # fmt: skip
 def test_what_it_is_not(arguments, message):

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from itertools import count
 
@@ -9,10 +10,11 @@ import pytest
 import torch
 
 import torchckpt
-from tests.helpers import in_thread, is_collected, leaf
+from tests.helpers import in_thread, in_threads, is_collected, leaf
 from tests.regions.moved.calls import by_default, sizes
 from torchckpt.regions.flags import local
 from torchckpt.regions.moved.copies import Bytes, Copies
+from torchckpt.regions.moved.order import Order
 from torchckpt.regions.moved.region import Moved
 
 
@@ -278,3 +280,31 @@ def test_a_forward_that_fails_moves_nothing_and_leaves_no_hooks(device):
     assert torch.equal(x.grad, results[0])
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     torchckpt.offload(torch.exp, x, min_bytes=1).sum().backward()
+
+
+def test_regions_begin_and_return_in_several_threads_at_once():
+    """Backwards run in the threads of their devices, beside the next forward."""
+
+    class Region:
+        is_released = has_begun = False
+
+        def send(self): ...
+        def release(self): ...
+        def issue(self): ...
+
+    order = Order()
+
+    def work():
+        for _ in range(300):
+            regions = [Region() for _ in range(5)]
+            for region in regions:
+                order.begins(region)
+            for region in regions[::-1]:
+                order.returns(region)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        in_threads(work, work, work)
+    finally:
+        sys.setswitchinterval(interval)

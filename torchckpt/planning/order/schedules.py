@@ -24,8 +24,8 @@ from torchckpt.planning.order.schedule import (
 )
 
 __all__ = [
-    "CHUNKS", "FOLDED", "NAMES", "SPLIT", "dualpipe_v", "eager_one_f_one_b", "gpipe", "interleaved_one_f_one_b",
-    "looped_bfs", "named_schedule", "one_f_one_b", "zbv", "zero_bubble",
+    "CHUNKS", "FOLDED", "NAMES", "SPLIT", "dualpipe_v", "eager_one_f_one_b", "full_name", "gpipe",
+    "interleaved_one_f_one_b", "looped_bfs", "named_schedule", "one_f_one_b", "zbv", "zero_bubble",
 ]
 
 
@@ -245,28 +245,33 @@ def named_schedule(name: str, ranks: int, micro_batches: int, chunks: int | None
     Raises:
         ArgumentError: the name is unknown, or the counts do not fit the schedule.
     """
-    key = _key(name) if isinstance(name, str) else ""
-    full_name = _IN_TORCH.get(key) or next((known for known in NAMES if key == _key(known)), None)
-    check(_faults(name, full_name, chunks))
-    if full_name in _ONE_STAGE:
-        return _ONE_STAGE[full_name](ranks, micro_batches)
-    known_name = str(full_name)
+    known = full_name(name)
+    check(_faults(name, known, chunks))
+    if known in _ONE_STAGE:
+        return _ONE_STAGE[known](ranks, micro_batches)
+    known_name = str(known)
     return _CHUNKED[known_name](ranks, CHUNKS[known_name] if chunks is None else chunks, micro_batches)
+
+
+def full_name(name: object) -> str | None:
+    """Which of ``NAMES`` a name is that may be torch's, or written in another way; None if it is none."""
+    key = _key(name) if isinstance(name, str) else ""
+    return _IN_TORCH.get(key) or next((each for each in NAMES if key == _key(each)), None)
 
 
 def _key(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "").removeprefix("schedule")
 
 
-def _faults(name: object, full_name: str | None, chunks: int | None) -> list[Fault]:
+def _faults(name: object, known: str | None, chunks: int | None) -> list[Fault]:
     faults = []
-    if full_name is None:
-        keys = {_key(known): known for known in NAMES} | _IN_TORCH
+    if known is None:
+        keys = {_key(each): each for each in NAMES} | _IN_TORCH
         close = get_close_matches(_key(str(name)), keys, n=1, cutoff=0.0)
         faults.append(Fault(f"the schedule is not one of {', '.join(NAMES)}", repr(name), repr(keys[close[0]])))
-    elif full_name in _ONE_STAGE and chunks is not None:
-        rule = f"chunks are given, but {full_name!r} fixes its number of stages per rank"
-        faults.append(Fault(rule, f"chunks={chunks!r}", f"{full_name!r} without chunks, or 'interleaved_1f1b'"))
+    elif known in _ONE_STAGE and chunks is not None:
+        rule = f"chunks are given, but {known!r} fixes its number of stages per rank"
+        faults.append(Fault(rule, f"chunks={chunks!r}", f"{known!r} without chunks, or 'interleaved_1f1b'"))
     if chunks is not None:
         faults.extend(whole("chunks", chunks))
     return faults

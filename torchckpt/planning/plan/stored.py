@@ -35,7 +35,7 @@ def written(plan: PlanFigures) -> str:
         "planned": to_csv(plan.schedule),
         "stages": [_stored_stage(stage) for stage in (plan.asked or problem).stages],
         "balance": plan.balance,
-        "links": [[link.latency_seconds, link.bandwidth] for link in problem.links],
+        "links": [_stored_link(link) for link in problem.links],
         "budget_bytes": problem.budget_bytes,
         "bound_seconds": plan.bound_seconds,
         "choices": [_choices_of(plan, stage) for stage in range(len(problem.stages))],
@@ -63,7 +63,7 @@ def read(text: str) -> PlanFigures:
         ranks = len(stored["budget_bytes"])
         given, planned = (_schedule(stored[name], stored["schedule"], ranks) for name in ("given", "planned"))
         stages = [_stage(stage) for stage in stored["stages"]]
-        links = [Link(*pair) for pair in stored["links"]]
+        links = [Link(latency, rate or math.inf) for latency, rate in stored["links"]]
         budgets = _amounts(stored["budget_bytes"], ranks)
         host = Host(**stored["host"]) if "host" in stored else None
         asked = problem_of(given, stages, "100%", links, host).within(budgets)
@@ -103,6 +103,11 @@ def _schedule(text: str, name: str, ranks: int) -> Schedule:
 
 
 _FIXED = ("forward_seconds", "input_grad_seconds", "weight_grad_seconds", "saved_bytes", "static_bytes")
+
+
+def _stored_link(link: Link) -> list[float | None]:
+    """JSON has no infinity."""
+    return [link.latency_seconds, link.bandwidth if math.isfinite(link.bandwidth) else None]
 
 
 def _stored_stage(stage: Stage) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from torchckpt.errors import Fault, called, check, raise_fault
+from torchckpt.errors import Fault, brief, called, check, raise_fault
 from torchckpt.planning.budget import Bytes, read, trouble
 
 __all__ = ["Host"]
@@ -13,6 +13,9 @@ __all__ = ["Host"]
 _WORKS = 'Host("200GiB", out="25GB", back="25GB")'
 _BYTES = 'the bytes of a host are not a number of at least 1, or a size such as "200GiB"'
 _LINK = 'the link to a host is not a number of bytes a second above 0, or a size such as "25GB"'
+
+_MOST = 1e30
+"""Bytes, and bytes a second: no host has more, and seconds stay numbers."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,12 @@ class Host:
         wrong = [Fault(_BYTES, f"bytes={trouble(amount)}", _WORKS) for amount in each if _size(amount) is None]
         for name, rate in [("out", self.out), *[("back", self.back)] * (self.back is not None)]:
             wrong += [] if _rate(rate) else [Fault(_LINK, f"{name}={trouble(rate)}", _WORKS)]
-        if not (isinstance(self.drag, (int, float)) and 0 <= self.drag < math.inf):
+        if not isinstance(self.half_duplex, bool):
+            rule = "half_duplex is not True or False"
+            wrong.append(Fault(rule, f"half_duplex={brief(self.half_duplex)}", "half_duplex=True"))
+        if isinstance(self.drag, bool) or not (isinstance(self.drag, (int, float)) and 0 <= self.drag < math.inf):
             rule = "the drag of a host is not a number of seconds >= 0 for each second of copying"
-            wrong.append(Fault(rule, f"drag={self.drag!r}", "drag=0.02"))
+            wrong.append(Fault(rule, f"drag={brief(self.drag)}", "drag=0.02"))
         with called("Host()"):
             check(wrong)
 
@@ -80,11 +86,11 @@ class Host:
 
 def _size(written: object) -> float | None:
     amount = read(written)
-    return None if amount is None or amount.is_share else float(amount.number)
+    return None if amount is None or amount.is_share or amount.number > _MOST else float(amount.number)
 
 
 def _rate(written: object) -> float | None:
     """Bytes a second; a number may be below 1, as a plan on paper may count in activations of a block."""
     if isinstance(written, (int, float)) and not isinstance(written, bool):
-        return float(written) if 0 < written < math.inf else None
+        return float(written) if 0 < written <= _MOST else None
     return _size(written)

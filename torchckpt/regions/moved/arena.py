@@ -42,7 +42,8 @@ class Arena:
         self._free: dict[int, deque[Piece]] = {}
         """By size: pieces that were given back since then, the oldest first."""
         self._returned: deque[Piece] = deque()
-        self._read: torch.Event | None = None
+        self.last_read: torch.Event | None = None
+        """The copy back that was queued last: the others end before it."""
         self._read_before: torch.Event | None = None
         """The last read of what the chunks had before they were empty."""
         self.bytes = self.used_bytes = self.peak_bytes = 0
@@ -77,10 +78,9 @@ class Arena:
             piece = self._returned.popleft()
             self._free.setdefault(piece.bytes.numel(), deque()).append(piece)
             self.used_bytes -= piece.bytes.numel()
-            self._read = piece.read or self._read
         if not self.used_bytes:
             self._free.clear()
-            self._rests, self._read_before = list(self._chunks), self._read
+            self._rests, self._read_before = list(self._chunks), self.last_read
 
     def _cut(self, size: int) -> Tensor:
         for place, rest in enumerate(self._rests):

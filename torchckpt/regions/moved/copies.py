@@ -180,6 +180,7 @@ class Copies:
                 each.came, each.is_waited_for = _mark(self._back), False
                 each.memory, each.streams = memory, () if compute is None else (compute,)
                 each.is_away, each.is_back = False, True
+                self.arena.last_read = each.came
 
 
 def _mark(stream: torch.Stream | None) -> torch.Event | None:

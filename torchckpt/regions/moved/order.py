@@ -7,6 +7,7 @@ A schedule has an order of its own, with the same methods, in ``local.thread.ord
 """
 from __future__ import annotations
 
+import threading
 from itertools import count
 from typing import Protocol
 from weakref import WeakValueDictionary
@@ -32,20 +33,25 @@ class Order:
     def __init__(self) -> None:
         self._numbers = count()
         self._regions: WeakValueDictionary[int, Ordered] = WeakValueDictionary()
+        self._lock = threading.Lock()
+        """Backwards run in the threads of their devices."""
 
     def begins(self, region: Ordered) -> None:
         """The forward of ``region`` begins."""
-        here = [each for each in self._regions.values() if not (each.is_released or each.has_begun)]
+        with self._lock:
+            here = [each for each in self._regions.values() if not (each.is_released or each.has_begun)]
+            self._regions[next(self._numbers)] = region
         for each in here[-1:]:
             each.send()
         for each in here[:-1]:
             each.release()
-        self._regions[next(self._numbers)] = region
 
     def returns(self, region: Ordered) -> None:
         """The backward of ``region`` begins."""
         before: Ordered | None = None
-        for each in list(self._regions.values()):
+        with self._lock:
+            regions = list(self._regions.values())
+        for each in regions:
             if each is region:
                 break
             before = before if each.has_begun else each

@@ -222,10 +222,10 @@ def _most(kinds: Sequence[tuple[float, float]], left_bytes: float) -> float:
         return math.inf  # what holds nothing can wait forever
     if left_bytes <= 0.0 or not kinds:
         return 0.0
-    if len(kinds) > 2:
-        return left_bytes * max(seconds / size for size, seconds in kinds)
     size, seconds = kinds[0]
     most = int(left_bytes / size + _TINY)
+    if len(kinds) > 2 or (len(kinds) == 2 and most > _SUMS):
+        return left_bytes * max(seconds / size for size, seconds in kinds)
     if len(kinds) == 1:
         return most * seconds
     return max(count * seconds + _most(kinds[1:], left_bytes - count * size) for count in range(most + 1))

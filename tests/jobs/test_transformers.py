@@ -1,0 +1,118 @@
+"""Configurations of transformers: the parameters of each type that is known are those of its real class."""
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from torchckpt.errors import ArgumentError
+from torchckpt.jobs import model_named, presets
+
+TYPES = presets._TRANSFORMERS["types"]
+SIZES = {"hidden_size": 4096, "num_attention_heads": 64, "num_hidden_layers": 2, "vocab_size": 160000}
+MORE = {
+    "bitnet": {"num_key_value_heads": 4},
+    "dots1": {"num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "hunyuan_v1_dense": {"num_key_value_heads": 4, "head_dim": 64},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 4},
+}
+"""What the class of a type lacks, or what does not go with these sizes."""
+LLAMA = {**SIZES, "model_type": "llama", "intermediate_size": 512}
+LLAMA_4 = {**LLAMA, "model_type": "llama4_text"}
+OPT = {**SIZES, "model_type": "opt", "ffn_dim": 96}
+QWEN = {**LLAMA, "model_type": "qwen2_moe", "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632}
+
+
+@pytest.fixture
+def read(tmp_path):
+    """The model of a configuration with these keys."""
+    path = tmp_path / "config.json"
+
+    def model(keys):
+        path.write_text(json.dumps(keys))
+        return model_named(str(path))
+
+    return model
+
+
+def config_of(model_type, **sizes):
+    kind = type(pytest.importorskip("transformers").AutoConfig.for_model(model_type))
+    return kind(**{kind.attribute_map.get(key, key): value for key, value in sizes.items()})
+
+
+def parameters(config):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_parameters_are_those_of_the_class(model_type, tmp_path):
+    """As the configuration is saved, and with nothing but the sizes that have no default."""
+    more = MORE.get(model_type, {})
+    config = config_of(model_type, **SIZES, **more)
+    config.save_pretrained(tmp_path)
+    expected = pytest.approx(parameters(config), rel=2e-3)
+    path = tmp_path / "config.json"
+    assert model_named(str(path)).parameters == expected
+    named = {"model_type", *presets._TRANSFORMERS["keys"]["ffn"], *more}
+    named |= {config.attribute_map.get(key, key) for key in SIZES}
+    keys = {key: value for key, value in json.loads(path.read_text()).items() if key in named}
+    path.write_text(json.dumps(keys))
+    assert model_named(str(path)).parameters == expected
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys"),
+    [
+        ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 8}),
+        ("falcon", {"multi_query": False, "num_kv_heads": 8}),
+        ("gpt_bigcode", {"multi_query": False}),
+        ("gpt2", {"n_inner": 1000, "n_positions": 3000}),
+        ("gemma", {"tie_word_embeddings": False, "head_dim": 128}),
+        ("glm4_moe", {"first_k_dense_replace": 0, "n_shared_experts": 3, "n_routed_experts": 16}),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 20480, "moe_intermediate_size": 2560, "num_experts": 8}),
+        ("granitemoeshared", {"shared_intermediate_size": 22016}),
+        ("opt", {"ffn_dim": 1024, "max_position_embeddings": 4096}),
+        ("llama4_text", {"num_local_experts": 4, "intermediate_size": 1024}),
+    ],
+)  # fmt: skip
+def test_keys_that_change_the_sizes(model_type, keys, read):
+    config = config_of(model_type, **SIZES, **keys)
+    assert read(config.to_dict()).parameters == pytest.approx(parameters(config), rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("keys", "wrong"),
+    [
+        ({"model_type": "jamba"}, "none whose sizes are known\n  received: model_type='jamba'; the nearest are"),
+        ({**LLAMA, "model_type": ["llama"]}, "the type of the model is none whose sizes are known"),
+        ({**LLAMA, "num_experts": 8}, "is not understood, and may change its sizes\n  received: num_experts=8"),
+        ({**LLAMA, "mamba_d_state": 16}, "is not understood, and may change its sizes\n  received: mamba_d_state=16"),
+        ({**LLAMA, "kv_lora_rank": 512}, "is not understood, and may change its sizes\n  received: kv_lora_rank=512"),
+        ({**LLAMA, "layer_types": ["full_attention", "linear_attention"]}, "received: layer_types=["),
+        ({**LLAMA, "n_layer": 3}, "num_hidden_layers and n_layer of the model differ"),
+        ({**SIZES, "model_type": "bloom", "n_inner": 96}, "received: n_inner=96"),
+        ({**SIZES, "model_type": "gpt_neox", "intermediate_size": 96, "head_dim": 8}, "received: head_dim=8"),
+        ({**QWEN, "mlp_only_layers": [1]}, "received: mlp_only_layers=[1]"),
+        ({**QWEN, "decoder_sparse_step": 2}, "received: decoder_sparse_step=2"),
+        ({**QWEN, "shared_expert_intermediate_size": 2000}, "is not as wide as several of its experts"),
+        ({**LLAMA_4, "interleave_moe_layer_step": 2}, "received: interleave_moe_layer_step=2"),
+        ({**LLAMA_4, "moe_layers": [0]}, "received: moe_layers=[0]"),
+        ({**OPT, "word_embed_proj_dim": 512}, "received: word_embed_proj_dim=512"),
+        ({**SIZES, "model_type": "gpt2", "add_cross_attention": True}, "received: add_cross_attention=True"),
+        ({**SIZES, "model_type": "gpt2", "n_positions": None}, "positions of the model is not a whole number"),
+        ({**SIZES, "model_type": "falcon", "multi_query": "no"}, "multi_query of the model is not true or false"),
+        ({**SIZES, "model_type": "llama"}, "the file of the model lacks ffn"),
+        ({**LLAMA, "num_attention_heads": 0}, "heads of the model is not a whole number"),
+        ({**LLAMA, "model_type": "mixtral", "num_experts_per_tok": None}, "a model with experts lacks active"),
+    ],
+)  # fmt: skip
+def test_what_is_not_understood_is_an_error(keys, wrong, read):
+    with pytest.raises(ArgumentError, match=re.escape(wrong)):
+        read(keys)
