@@ -21,7 +21,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; its exit code: 0, or 2 where the input is bad."""
     parser = _parser("torchckpt" if Path(sys.argv[0]).stem == "torchckpt" else "python -m torchckpt")
     of_command, of_script = memory.split(sys.argv[1:] if arguments is None else list(arguments))
-    options = parser.parse_args(of_command, argparse.Namespace(of_script=of_script))
+    options, others = parser.parse_known_args(of_command, argparse.Namespace(of_script=of_script))
+    if others:
+        works = memory.passed_on(options.script, others) if options.command == "memory" else ""
+        parser.error(f"unrecognized arguments: {' '.join(others)}{works}")
     if options.command is None:
         parser.error(f"say what to do: {parser.prog} {', or '.join(f'{name} --help' for name in _COMMANDS)}")
     try:

@@ -70,6 +70,13 @@ def test_arguments_are_split_for_this_command_alone() -> None:
     assert split(["fit", "--", "a:b"]) == (["fit", "--", "a:b"], [])
 
 
+def test_arguments_of_the_script_before_two_dashes(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["memory", script, "--mode", "grad"])
+    said = f"error: unrecognized arguments: --mode grad; works: memory {script} -- --mode grad"
+    assert capsys.readouterr().err.strip().endswith(said)
+
+
 def test_a_script_that_fails_ends_as_without_the_command(script: str) -> None:
     done = run("-m", "torchckpt", "memory", script, "--", "--fail")
     assert done.returncode == 1

@@ -84,8 +84,9 @@ def test_device_memory_of_a_device_that_does_not_count(model):
 
 def test_a_model_on_meta(model):
     with checkpoint_layers(model.to("meta"), "layers.*", budget="1GB") as handle:
-        for _ in range(2):
+        with pytest.warns(UserWarning, match="the step is on meta, where nothing takes bytes, so there is no plan"):
             model(torch.empty(2, 4, 16, device="meta")).square().mean().backward()
+        model(torch.empty(2, 4, 16, device="meta")).square().mean().backward()
         assert handle.plan is None
 
 

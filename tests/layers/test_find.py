@@ -62,6 +62,33 @@ def test_an_encoder_and_a_decoder():
     assert repeated(model) == blocks
 
 
+class Alone(nn.Module):
+    """A block whose parameters are its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.ones(8, 16)), nn.Parameter(torch.ones(16, 8))
+
+
+class Adapted(nn.Linear):
+    pass
+
+
+@pytest.mark.parametrize("block", [Alone, lambda: Adapted(8, 8)])
+def test_blocks_that_have_no_modules_inside(block):
+    model = nn.ModuleDict({"layers": nn.ModuleList(block() for _ in range(3)), "head": nn.Linear(8, 8)})
+    assert repeated(model) == ["layers.0", "layers.1", "layers.2"]
+    model["layers"] = nn.ModuleList(nn.Sequential(block(), block()) for _ in range(2))
+    assert repeated(model) == ["layers.0", "layers.1"]
+
+
+def test_lists_of_torchs_own_layers_are_named():
+    model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(8, 8) for _ in range(3))})
+    said = r'it has layers\.\*\n  works:    checkpoint_layers\(model, "layers\.\*"'
+    with pytest.raises(torchckpt.ArgumentError, match=said):
+        torchckpt.checkpoint_layers(model, budget="1GiB")
+
+
 def test_where_there_are_none_candidates_are_named():
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
     said = (

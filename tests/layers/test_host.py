@@ -190,12 +190,12 @@ def test_nothing_goes_where_ranks_communicate_inside_of_layers():
     steps = KnownSteps(("0", "1", "2", "3"), Limit(20.0, None, HOST))
     steps._device = torch.device("cpu")
     with pytest.warns(UserWarning, match="ranks communicate inside of the chosen layers, so nothing is sent"):
-        steps.plan([KnownStep(key=(), took=took(4), limit_bytes=20.0)], lambda wish: frozenset())
+        steps.plan([KnownStep(key=(), tooks={(): took(4)}, limit_bytes=20.0)], lambda wish: frozenset())
 
 
 def away_alone():
     """A known step that recomputes one call, and keeps none on the device."""
-    step = KnownStep(key=(), took=took(2))
+    step = KnownStep(key=(), tooks={(): took(2)})
     step.follow(LayersPlan(step.took, ("0", "1"), 10.0, frozenset(), (Away(0, 1, 0),)))
     return step
 

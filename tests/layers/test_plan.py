@@ -1,13 +1,13 @@
 """The search for one device: as good as trying every choice, and never slower with more budget."""
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import accumulate, combinations
 from random import Random
 
 import pytest
 
 from torchckpt.layers.plan import LayersPlan, Wish, chosen, frontier
-from torchckpt.layers.took import Call, Took
+from torchckpt.layers.took import Call, Took, most_of
 
 
 def random_step(seed: int, calls: int) -> Took:
@@ -25,6 +25,21 @@ def random_step(seed: int, calls: int) -> Took:
         ))
         between.append(level + random.randint(0, 2000 if call + 1 == calls else 100))
     return Took(tuple(found), tuple(between))
+
+
+def with_caches(took: Took, seed: int) -> Took:
+    """``took``, whose calls of two layers share what is held until all forwards are done."""
+    random, calls, total = Random(seed), [], 0
+    for at, call in enumerate(took.calls):
+        cached = random.randint(0, int(call.inner_bytes))
+        shared = random.randint(0, cached) if at > 1 else 0
+        total += cached - shared
+        calls.append(call._replace(
+            layer=at % 2, cached_bytes=cached, shared_bytes=shared, late_most=took.between_most[at + 1],
+            forward_most=call.forward_most + total, kept_most=call.kept_most + total,
+        ))
+    held = [0, *accumulate(call.cached_bytes - call.shared_bytes for call in calls)]
+    return Took(tuple(calls), tuple(map(sum, zip(took.between_most, held))))
 
 
 def plain_seconds(took: Took) -> float:
@@ -75,6 +90,37 @@ def test_ranks_keep_the_same_calls_each_within_its_limit():
         assert all(took.peak_bytes(kept) <= limit * (1 + 1e-9) for took, limit in zip(tooks, limits))
         assert kept == chosen(wishes)
         assert chosen(wishes[:1] * 2) == chosen(wishes[:1])
+
+
+def test_what_is_cached_counts_once_and_more_bytes_are_never_more_seconds():
+    """Of all that fits, the plan takes 1 % more time than the best choice at the median, and all is kept if it fits."""
+    excess = []
+    for seed in range(60):
+        took = with_caches(random_step(seed, 7), seed)
+        every = [frozenset(kept) for count in range(8) for kept in combinations(range(7), count)]
+        tried = [(took.peak_bytes(kept), sum(took.calls[at].replay_seconds for at in range(7) if at not in kept))
+                 for kept in every]
+        options, everything = frontier(took), took.peak_bytes(range(7))
+        assert options[0][0] == min(tried)[0]
+        assert options[-1][0] == everything
+        assert all(took.peak_bytes(chosen([Wish("", took, peak, False)])) == peak for peak, *_ in options)
+        for budget in (options[0][0] + (everything - options[0][0]) * part / 6 for part in range(7)):
+            best = min(seconds for peak, seconds in tried if peak <= budget)
+            found = [seconds for peak, seconds, _ in options if peak <= budget][-1]
+            excess.append((plain_seconds(took) + found) / (plain_seconds(took) + best))
+        assert all(took.peak_bytes(kept) <= took.in_one().peak_bytes(kept) for kept in every)
+    assert sorted(excess)[len(excess) // 2] <= 1.01
+
+
+def test_the_most_of_steps_with_unlike_caches_is_no_less_than_each():
+    for seed in range(20):
+        took = random_step(seed, 6)
+        tooks = [with_caches(took, seed), took, with_caches(took, seed + 1)]
+        for factors in ([1.0, 1.0, 1.0], [1.0, 0.5, 0.7]):
+            most = most_of(tooks, factors)
+            for kept in (frozenset(), frozenset({0, 2, 3}), frozenset(range(6))):
+                each = [factor * took.peak_bytes(kept) for took, factor in zip(tooks, factors)]
+                assert most.peak_bytes(kept) >= max(each) * (1 - 1e-9)
 
 
 def test_eighty_layers_have_few_options():

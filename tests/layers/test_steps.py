@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -73,6 +74,62 @@ def test_the_peak_is_the_planned_one(seed, share):
     assert taken == pytest.approx(plan.peak_bytes, rel=0.02)
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 1, 0, 1)])
+def test_weights_that_autocast_casts_count_once(order):
+    """It holds what it casts until the forward is done, and then each kept call holds it."""
+    model, x = Model([Wide(32, 128 * width) for width in (2, 1, 3, 2)], 32), torch.randn(8, 16, 32)
+    model.layers = nn.ModuleList([model.layers[at] for at in order])
+
+    def step(model):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).float().square().mean()
+        loss.backward()
+
+    plain = peak_of(partial(step, copy.deepcopy(model)))
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="100%") as handle:
+        for _ in range(3):
+            model.zero_grad()
+            taken = peak_of(partial(step, model))
+        plan = handle.plan
+    assert plan.everything_kept_bytes == pytest.approx(plain, rel=0.01)
+    assert taken == pytest.approx(plan.peak_bytes, rel=0.01)
+    assert len(plan.kept) == 4
+
+
+def test_outputs_that_a_replay_makes_again_count_once(x):
+    class Two(Wide):
+        def forward(self, x):
+            h = self.norm(x).tanh()
+            return x + self.parts(h), h
+
+    class First(Model):
+        def forward(self, x):
+            for layer in self.layers:
+                x, _ = layer(x)
+            return self.head(x)
+
+    model = First([Two(16, 16) for _ in range(3)], head=4)
+    plain = peak_of(lambda: copy.deepcopy(model)(x).square().mean().backward())
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="100%") as handle:
+        for _ in range(2):
+            gradients(model, x)
+        assert handle.plan.peak_bytes == pytest.approx(plain, rel=0.02)
+
+
+def test_a_call_that_no_backward_reaches_says_nothing_of_others(model, x):
+    class Unread(Model):
+        def forward(self, x):
+            for layer in [*self.layers][:-1]:
+                x = layer(x)
+            self.layers[-1](x)
+            return x
+
+    model = Unread([Wide(16, 32) for _ in range(4)])
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="100%") as handle:
+        assert [recomputes(model, x) for _ in range(3)] == [3, 0, 0]
+        assert [call.replay_seconds > 0 for call in handle.plan.took.calls] == [True] * 3 + [False]
+
+
 def test_where_everything_fits_no_region_is_made(model, x):
     copied = copy.deepcopy(model)
     with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB") as handle:
@@ -108,6 +165,45 @@ def test_backwards_one_by_one_after_several_forwards(model, x):
             assert_equal(step(model), expected)
         assert handle.plan.measured_peak_bytes <= handle.plan.budget_bytes
         assert 0 < len(handle.plan.kept) < 12
+
+
+def together(model, x):
+    sum(model(x + at).square().mean() for at in range(2)).backward()
+
+
+def one_by_one(model, x):
+    for loss in [model(x + at).square().mean() for at in range(2)]:
+        loss.backward()
+
+
+@pytest.mark.parametrize("steps", [(together, one_by_one), (one_by_one, together)])
+def test_backwards_in_another_order_are_counted_when_they_come_again(steps):
+    """The forwards are alike, and what they take is not."""
+    model, x = Model([Wide(16, 16 * width, 2) for width in (8, 1, 1, 2)]), torch.randn(8, 64, 16)
+    first, second = steps
+    least = max(peak_of(partial(step, copy.deepcopy(model), x)) for step in steps)
+    budget = int(0.82 * least)
+    peaks = []
+    with torchckpt.checkpoint_layers(model, "layers.*", budget=budget) as handle:
+        for step in [first] * 4 + [second] * 2 + [first, second] * 4:
+            model.zero_grad()
+            peaks.append(peak_of(partial(step, model, x)))
+        assert max(peaks[5:]) <= budget
+        assert 0 < len(handle.plan.kept) < 8
+
+
+def test_a_backward_that_comes_now_and_then_is_counted(model, x):
+    """All is recomputed until it comes again, and then both follow one plan."""
+    counts = []
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB"):
+        for at in range(1, 40):
+            loss = model(x).square().mean()
+            with count_recomputes() as counted:
+                if at % 10 == 0:
+                    loss.backward(retain_graph=True)
+                loss.backward()
+            counts.append(counted.total)
+    assert counts == [6] + [0] * 9 + [6] * 10 + [0] * 19
 
 
 def test_gradients_that_are_accumulated_and_evaluation_between(model, x):

@@ -99,3 +99,10 @@ def test_a_step_that_is_not_callable():
         "  received: int",
         "  works:    peak_bytes(lambda: model(x).sum().backward())",
     ]
+
+
+@pytest.mark.parametrize("device", ["foo", "xla", 7.5])
+def test_a_device_that_is_not_there(device):
+    said = r"peak_bytes\(\): there is no such device here\n  received: .*\n  works:    peak_bytes\(step, 'cpu'\)"
+    with pytest.raises(ArgumentError, match=said):
+        peak_bytes(lambda: None, device)

@@ -16,13 +16,14 @@ from torchckpt.command.shared import Parser, Unusable, add_command, count, file_
 if TYPE_CHECKING:
     from torchckpt.testing.lines import SavedByLine
 
-__all__ = ["add", "run", "run_script", "split"]
+__all__ = ["add", "passed_on", "run", "run_script", "split"]
 
 _EXAMPLES = """\
 The script runs as "python train.py" runs it, and is ended when so many backward passes are done. Of each pass, what
-autograd keeps is told at the moment when it is most, since the pass before. A script that fails, as for want of memory,
-or exits before its first pass, is told of up to there. Not seen is what the script does in other threads and processes,
-which lines of compiled code (CompiledFunction) save what, and what regions (checkpoint) keep while they are recomputed.
+autograd keeps is told at the moment when it is most, since the pass before; graphs that earlier passes have retained do
+not count. A script that fails, as for want of memory, or exits before its first pass, is told of up to there. Not seen
+is what the script does in other threads and processes, which lines of compiled code (CompiledFunction) save what, and
+what regions (checkpoint) keep while they are recomputed.
 
 examples:
   python -m torchckpt memory train.py
@@ -44,6 +45,11 @@ def split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     passes_on = arguments[:1] == ["memory"] and "--" in arguments
     end = arguments.index("--") if passes_on else len(arguments)
     return arguments[:end], arguments[end + 1 :]
+
+
+def passed_on(script: str, arguments: Sequence[str]) -> str:
+    """What works where ``arguments`` of the script do not stand behind ``--``."""
+    return f"; works: memory {script} -- {' '.join(arguments)}"
 
 
 def run(options: argparse.Namespace) -> None:

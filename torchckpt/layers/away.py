@@ -39,6 +39,9 @@ class HostLink:
 
 def with_away(took: Took, away: Sequence[Away]) -> Took:
     """``took``, where what moves of calls that are away is not there between release and issue."""
+    if not away:
+        return took
+    took = took.in_one()
     calls, between = list(took.calls), list(took.between_most)
     for call, release, issue in away:
         moved = calls[call].moved_bytes

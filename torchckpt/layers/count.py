@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from enum import Enum
 from itertools import accumulate, pairwise
@@ -24,7 +24,7 @@ from torchckpt.regions.devices import Clock
 from torchckpt.regions.live import LiveStorages
 from torchckpt.regions.moved.region import LEAST_BYTES
 from torchckpt.regions.moved.slot import stays
-from torchckpt.regions.private import after_backward, put_under_modes
+from torchckpt.regions.private import after_backward, newest_node, number_of, put_under_modes
 from torchckpt.regions.saved import storage_of
 from torchckpt.tensors import tensors_in
 
@@ -39,6 +39,7 @@ class Kind(Enum):
     AFTER = "after a forward"
     REPLAY = "replay"
     BACKWARD = "backward"
+    FREED = "others let go of what calls have saved"
     END = "end of a backward pass"
 
 
@@ -50,6 +51,16 @@ class Moment(NamedTuple):
     """The most bytes since the moment before."""
     left_bytes: int
     seconds: float
+
+
+class Inner(NamedTuple):
+    """What a call holds if it is kept, beside its boundary."""
+
+    size: int
+    going: int
+    """The bytes of it that can go to a host."""
+    cached: Mapping[Any, int]
+    """The storages of it that others hold until all forwards are done, and their bytes."""
 
 
 class Counter:
@@ -71,8 +82,15 @@ class Counter:
         """By call, the storages that its forward saved, and their bytes."""
         self._going: set[Any] = set()
         """Those that a region could send to a host."""
-        self._inner: dict[int, tuple[int, int]] = {}
-        """By call, the bytes that it holds if it is kept, and those of them that can go."""
+        self._inner: dict[int, Inner] = {}
+        self._lasting: set[Any] = set()
+        """What calls have saved that others held when the last one returned, as autocast holds the weights it casts."""
+        self._late = 0
+        """The place of the first moment that may begin when nobody holds all of that."""
+        self._newest: dict[int, int] = {}
+        """By call, the number of the autograd node that was the newest when it saved its last tensor."""
+        self._again: dict[int, int] = {}
+        """By call, the bytes of outputs that a replay makes as well, but for the size of the largest output."""
         self._boundary: dict[int, int] = {}
         self._claimed: set[Any] = set()
         self._is_in_backward = self._is_broken = False
@@ -97,6 +115,7 @@ class Counter:
         """Note the storages of a tensor that the frame of a call drops."""
         storages = storage_of(tensor)
         self._noted.setdefault(call, {}).update(storages)
+        self._newest[call] = newest_node()
         if not stays(tensor, LEAST_BYTES):
             self._going.update(storages)
 
@@ -110,16 +129,27 @@ class Counter:
         if self._is_blind:
             self._live.note(arguments)
         self._note(Kind.FORWARD, call)
-        self._watch.in_backward = self._settle
+        self._watch.in_backward, self._watch.before = self._settle, None
         begun, self._is_broken = _begun_collectives(), True
         yield
         self._is_broken = False
         self.groups |= {group for group, number in _begun_collectives().items() if number != begun.get(group, 0)}
         self._note(Kind.AFTER, call)
 
-    def stay(self, outputs: Any) -> None:
+    def stay(self, call: int, outputs: Any) -> None:
         """Note that a call has returned ``outputs``: the caller holds them, so they do not go."""
-        self._going.difference_update(key for tensor in tensors_in(outputs) for key in storage_of(tensor))
+        tensors, noted = tensors_in(outputs), self._noted.get(call, {})
+        sizes = {key: size for tensor in tensors for key, size in storage_of(tensor).items()}
+        self._going.difference_update(sizes)
+        if self._is_blind or self._inner:
+            return
+        early = [each for each in tensors if each.grad_fn and number_of(each.grad_fn) < self._newest.get(call, 0)]
+        again = {key for tensor in early for key in storage_of(tensor)} | (sizes.keys() & noted.keys())
+        besides = sum(sizes.values()) - max(sizes.values(), default=0)  # what the last operation makes may be as large
+        self._again[call] = min(besides, sum(sizes[key] for key in again - self._claimed))
+        saved = {*self._lasting, *noted} - self._claimed - sizes.keys()
+        self._lasting = {storage for storage in saved if not storage.expired()}
+        self._late, self._watch.before = len(self._moments) - 1, self._freed
 
     @contextmanager
     def replay(self, call: int, frame: Frame) -> Iterator[None]:
@@ -152,7 +182,7 @@ class Counter:
         """What the step took, whose calls were all recomputed. Waits for the device."""
         seconds = self._clock.reader()
         moments = [moment._replace(seconds=seconds(moment.seconds)) for moment in self._moments]
-        return _took(moments, key, self._inner, self._boundary)
+        return _took(moments, key, self._inner, self._boundary, self._again, self._late)
 
     def _note(self, kind: Kind, call: int = -1) -> None:
         parameters = zip(self._sharded, self._model.parameters())
@@ -166,10 +196,18 @@ class Counter:
 
         Where operators are not watched, what is behind the last call has let go of its outputs by then, so they count.
         """
+        self._watch.before = None
         for call in [call for call in self._noted if call not in self._inner]:
             dead = {storage: size for storage, size in self._noted[call].items() if storage.expired()}
             going = (size for storage, size in dead.items() if storage in self._going)
-            self._inner[call] = sum(dead.values()), sum(going)
+            cached = {storage: size for storage, size in dead.items() if storage in self._lasting}
+            self._inner[call] = Inner(sum(dead.values()), sum(going), cached)
+
+    def _freed(self) -> None:
+        """Before an operator that is in no call: note where others have let go of what calls have saved."""
+        if any(storage.expired() for storage in self._lasting):
+            self._late, self._watch.before = len(self._moments), None
+            self._note(Kind.FREED)
 
     def _in_backward(self) -> None:
         if not self._is_in_backward:
@@ -190,12 +228,18 @@ def _begun_collectives() -> dict[dist.ProcessGroup, int]:
     return begun_collectives()
 
 
+_NONE = Inner(0, 0, {})
 _NOTHING = Moment(Kind.END, -1, 0, 0, 0.0)
 """In place of a call that was never replayed."""
 
 
 def _took(
-    moments: Sequence[Moment], key: Key, inner: Mapping[int, tuple[int, int]], boundary: Mapping[int, int]
+    moments: Sequence[Moment],
+    key: Key,
+    inner: Mapping[int, Inner],
+    boundary: Mapping[int, int],
+    again: Mapping[int, int],
+    late: int,
 ) -> Took:
     """What a step took, of its moments. The calls that were never replayed are never worth keeping."""
     places = {(moment.kind, moment.call): place for place, moment in reversed(list(enumerate(moments)))}
@@ -211,40 +255,69 @@ def _took(
     for number, (_, layer, *shapes) in enumerate(key):
         (start, end), (replay, replayed) = part(Kind.FORWARD, number), part(Kind.REPLAY, number)
         backward, done = part(Kind.BACKWARD, number)
-        alike = groups.setdefault((*shapes, inner.get(number)), [])
-        alike.append(min(replayed.seconds - replay.seconds, end.seconds - start.seconds))  # which both run it
+        seconds = min(replayed.seconds - replay.seconds, end.seconds - start.seconds)  # which both run it
+        is_replayed = (Kind.REPLAY, number) in places
+        holds = inner.get(number, _NONE)
+        alike = groups.setdefault((*shapes, *holds[:2]), []) if is_replayed else []
+        alike.append(seconds if is_replayed else 0.0)
         rises = replayed.highest_bytes - replay.left_bytes
+        rises = max(rises - again.get(number, 0), min(rises, holds.size))
         calls.append(Call(
             layer,
             end.seconds - start.seconds,
             0.0,
             done.seconds - backward.seconds,
             boundary.get(number, 0),
-            inner.get(number, (0, 0))[0],
+            holds.size,
             end.highest_bytes,
             max(end.highest_bytes, end.left_bytes + rises),
             end.left_bytes,
             replayed.highest_bytes,
             done.highest_bytes,
             done.left_bytes,
-            inner.get(number, (0, 0))[1],
+            holds.going,
         ))
         shared.append(alike)
     replays = [places.get((Kind.REPLAY, number), -1) for number in range(len(key))]
     timed = (call._replace(replay_seconds=min(alike)) for call, alike in zip(calls, shared))  # others were disturbed
     if any(later > place for place, later in pairwise(filter(lambda place: place >= 0, replays))):
         timed = (call._replace(moved_bytes=0.0) for call in timed)  # what goes comes back in reverse order
-    return Took(tuple(timed), tuple(_between(moments, replays)))
+    return _with_cached(timed, moments, replays, inner, late)
 
 
-def _between(moments: Sequence[Moment], replays: Sequence[int]) -> list[float]:
-    """The most bytes while the first calls are alive and none of them runs; ``replays`` has the places of theirs."""
+def _with_cached(
+    calls: Iterable[Call], moments: Sequence[Moment], replays: Sequence[int], inner: Mapping[int, Inner], late: int
+) -> Took:
+    """A step of these ``calls``, with what others held until the moment at place ``late`` began."""
+    is_cached = any(each.cached for each in inner.values())
+    if not is_cached or any(moment.kind is Kind.FORWARD for moment in moments[late:]):
+        return Took(tuple(calls), tuple(_between(moments, replays, range(len(moments) - 1))))
+    after = _between(moments, replays, range(late, len(moments) - 1))
+    common: dict[int, Set[Any]] = {}
+    found = []
+    for number, (call, most) in enumerate(zip(calls, after[1:])):
+        cached, before = inner.get(number, _NONE).cached, common.get(call.layer)
+        shared = set() if before is None else cached.keys() & before
+        common[call.layer] = cached.keys() if before is None else shared
+        found.append(call._replace(
+            cached_bytes=sum(cached.values()), shared_bytes=sum(cached[each] for each in shared), late_most=most
+        ))
+    return Took(tuple(found), tuple(_between(moments, replays, range(late))))
+
+
+def _between(moments: Sequence[Moment], replays: Sequence[int], places: Iterable[int]) -> list[float]:
+    """The most bytes while the first calls are alive and none of them runs, of what begins at these ``places``.
+
+    Args:
+        replays: the places of the replays of the calls.
+    """
     until = [-place for place in accumulate(reversed(replays), max)][::-1]  # a call is alive until no later one is
     forwards = [place for place, moment in enumerate(moments) if moment.kind is Kind.AFTER]
     between = [0.0] * (len(replays) + 1)
-    for place, (start, end) in enumerate(pairwise(moments)):
+    for place in places:
+        start, end = moments[place : place + 2]
         alive = min(bisect_right(forwards, place), bisect_left(until, -place))
         is_apart = start.kind in (Kind.REPLAY, Kind.BACKWARD) and alive > start.call
-        if is_apart or start.kind in (Kind.STEP, Kind.AFTER):
+        if is_apart or start.kind in (Kind.STEP, Kind.AFTER, Kind.FREED):
             between[alive] = max(between[alive], end.highest_bytes)
     return between

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from itertools import product
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -20,16 +21,23 @@ def repeated(model: nn.Module) -> list[str]:
     """The names of the repeated blocks: what the longest lists of like modules hold.
 
     Modules are alike if they have one class, and parameters of the same shapes; where no two are, if they have one
-    class. A list with two such modules counts with all of its modules of that class, and nothing inside of these is
+    class. Those that have no modules inside, and a class that is none of torch's, count where there are no others. A
+    list with two such modules counts with all of its modules of that class, and nothing inside of these is
     looked at. Of several lists, those count that hold the same class as the longest, or are at least half as long; and
     what is of their classes in any other list, unless the class is torch's.
 
     Raises:
         ArgumentError: there are none.
     """
-    groups = _groups(model, _shapes) or _groups(model, type)
-    if not groups:
-        inner = [name for name, child in model.named_modules() if name and _is_block(child)]
+    alike: tuple[Callable[[nn.Module], Any], ...] = _shapes, type
+    for is_block, like in product((_has_modules, _is_own), alike):
+        lists = [*_lists(model, is_block)]
+        groups = _groups(lists, like)
+        if groups:
+            break
+    else:
+        inner = [name for name, child in model.named_modules() if name and _has_modules(child)]
+        inner = inner or [f"{name}.*".strip(".") for name, child in model.named_modules() if _is_list(child)]
         received = f"a {type(model).__name__} with no list of like blocks"
         works = f'checkpoint_layers(model, "{inner[0]}", budget=...)' if inner else "torchckpt.checkpoint(function, x)"
         others = f"; it has {', '.join(inner[:6])}" if inner else ""
@@ -38,18 +46,18 @@ def repeated(model: nn.Module) -> list[str]:
     first = {type(block) for block in longest.values()}
     taken = [group for group in groups if len(group) * 2 >= len(longest) or first & set(map(type, group.values()))]
     blocks = {path: block for group in taken for path, block in group.items()}
-    classes = {type(block) for block in blocks.values() if not type(block).__module__.startswith("torch.nn.")}
+    classes = {type(block) for block in blocks.values() if _is_own(block)}
     names: list[str] = []
-    for listed in _lists(model):
-        like = [path for path, block in listed.items() if path in blocks or type(block) in classes]
-        names += [path for path in like if not _is_inside(path, names)]
+    for listed in lists:
+        same = [path for path, block in listed.items() if path in blocks or type(block) in classes]
+        names += [path for path in same if not _is_inside(path, names)]
     return names
 
 
-def _groups(model: nn.Module, like: Callable[[nn.Module], Any]) -> list[_Blocks]:
+def _groups(lists: Iterable[_Blocks], like: Callable[[nn.Module], Any]) -> list[_Blocks]:
     """Of each list, the blocks of the class of which it has most alike, if two are; none is inside of another."""
     groups: list[_Blocks] = []
-    for listed in _lists(model):
+    for listed in lists:
         counts = Counter(map(like, listed.values()))
         best = max(listed.values(), key=lambda block: counts[like(block)])
         if counts[like(best)] > 1 and not any(_is_inside(next(iter(listed)), group) for group in groups):
@@ -57,11 +65,11 @@ def _groups(model: nn.Module, like: Callable[[nn.Module], Any]) -> list[_Blocks]
     return groups
 
 
-def _lists(model: nn.Module) -> Iterator[_Blocks]:
+def _lists(model: nn.Module, is_block: Callable[[nn.Module], bool]) -> Iterator[_Blocks]:
     """The blocks of each list that has some, from outside."""
     for name, module in model.named_modules():
         children = module.named_children() if isinstance(module, _CONTAINERS) else ()
-        blocks = {f"{name}.{place}".strip("."): child for place, child in children if _is_block(child)}
+        blocks = {f"{name}.{place}".strip("."): child for place, child in children if is_block(child)}
         if blocks:
             yield blocks
 
@@ -75,6 +83,19 @@ def _shapes(module: nn.Module) -> Any:
 
 
 def _is_block(module: nn.Module) -> bool:
-    """Whether it is called, has modules inside, and has parameters."""
-    has_inner = next(module.children(), None) is not None
-    return has_inner and not isinstance(module, _LISTS) and next(module.parameters(), None) is not None
+    """Whether it is called, and has parameters."""
+    return not isinstance(module, _LISTS) and next(module.parameters(), None) is not None
+
+
+def _has_modules(module: nn.Module) -> bool:
+    """Whether it is a block with modules inside."""
+    return _is_block(module) and next(module.children(), None) is not None
+
+
+def _is_own(module: nn.Module) -> bool:
+    """Whether it is a block of a class that is none of torch's."""
+    return _is_block(module) and not type(module).__module__.startswith("torch.nn.")
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, _CONTAINERS) and sum(map(_is_block, module.children())) > 1

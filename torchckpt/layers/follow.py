@@ -42,11 +42,16 @@ from torchckpt.typing import Function
 
 __all__ = ["Begin", "Enter", "Steps"]
 
-_AGAIN = 8
-"""Where a step began like a known one and went on otherwise, so many such steps are counted."""
+_AGAIN, _MOST_AGAIN = 8, 256
+"""Where a step began like a known one and went on otherwise, so many such steps are counted; if its backward did, so
+many more as there were steps of the plan before it, but at most as many as the second number."""
 _HIDES = (
     "chosen layers take or return objects whose tensors are not seen, so every call is recomputed: have them take "
     "tensors, lists, tuples or dicts, or register the class with torch.utils._pytree"
+)
+_ON_META = (
+    "the step is on meta, where nothing takes bytes, so there is no plan and every call is recomputed: move the model "
+    "to a device first"
 )
 _UNSEEN = 2
 _NOT_SEEN = (
@@ -125,9 +130,9 @@ class Steps:
         with PLAIN if counter is None else counter.forward(call, (args, kwargs)):
             outputs = step.run(call, is_kept, function, args, kwargs, options)
         if step.is_learned and counter is not None:
-            counter.stay(outputs)
+            counter.stay(call, outputs)
         step.hides |= step.is_learned and any(map(hides_tensors, tree_leaves((args, kwargs, outputs))))
-        return step.marked_with(outputs, note)
+        return step.marked_with(outputs, call, note)
 
     def _begin(self, first: Shapes, device: torch.device) -> Step:
         """Begin a step whose first call has these shapes, or begins with them."""
@@ -161,6 +166,8 @@ class Steps:
 
     def _counter(self, device: torch.device) -> Counter | None:
         model = self._model()
+        if device.type == "meta":
+            self._known.warn(_ON_META)
         if model is None or device.type == "meta":
             return None
         looks = not any(is_compiled(module) or COMPILED in module.__dict__ for module in model.modules())
@@ -175,6 +182,9 @@ class Steps:
             ran_out(step.known)
         if step.is_other:
             self._uncertain.setdefault(step.first, _AGAIN)
+        order = tuple(step.order)
+        if len(step.known) == 1 and not step.has_failed and step.known[0].is_otherwise(step.calls, order):
+            self._uncertain[step.first] = _AGAIN + min(step.known[0].steps, _MOST_AGAIN)
         if step.counter is None:
             return
         step.counter.stop()
@@ -185,7 +195,7 @@ class Steps:
         if not step.is_learned:
             for known in step.known:
                 measured(known, step.counter.peak_bytes)
-        elif self._known.learn(tuple(step.key), step.counter, _HIDES * step.hides, step.has_gradients):
+        elif self._known.learn(tuple(step.key), order, step.counter, _HIDES * step.hides, step.has_gradients):
             self._uncertain.pop(step.first, None)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from hashlib import sha256
 from itertools import combinations
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -17,7 +17,7 @@ from torchckpt.layers.away import HostLink, best_away
 from torchckpt.layers.count import Counter
 from torchckpt.layers.foretell import of_another_size
 from torchckpt.layers.plan import LayersPlan, Wish, chosen, kept_within
-from torchckpt.layers.took import Key, Took
+from torchckpt.layers.took import Key, Took, most_of
 from torchckpt.measuring.link import measured_link
 from torchckpt.measuring.remembered import LESS, NEAR, Followed, Remembered
 from torchckpt.measuring.shapes import ModelSettings, Shapes
@@ -26,9 +26,14 @@ from torchckpt.regions.live import allocator_of
 from torchckpt.regions.moved.copies import copies_of, goes_from
 from torchckpt.regions.saved import bytes_of
 
-__all__ = ["Foreseen", "KnownStep", "KnownSteps", "Limit", "has_run_out", "measured", "ran_out"]
+__all__ = ["Foreseen", "KnownStep", "KnownSteps", "Limit", "Order", "has_run_out", "measured", "ran_out"]
+
+Order: TypeAlias = tuple[tuple[int, int], ...]
+"""The order in which backwards reach calls: each time, how many calls there had been, and which of them is reached."""
 
 _CALLER = "checkpoint_layers"
+_MOST_ORDERS = 8
+"""So many orders of the backwards of one step are told apart."""
 _NOTHING_GOES = "there is nothing to send to a host: what the layers save is there already"
 _NOT_AGREED = "ranks communicate inside of the chosen layers, so nothing is sent to a host"
 
@@ -90,7 +95,8 @@ class KnownStep(Followed[LayersPlan]):
     """A step that is known, by its calls."""
 
     key: Key
-    took: Took
+    tooks: dict[Order, Took]
+    """What it took, by the order of its backwards."""
     unfit: str = ""
     """Why no call may be kept, if none may be."""
     has_gradients: bool = False
@@ -105,9 +111,20 @@ class KnownStep(Followed[LayersPlan]):
     """How often the device had been out of memory then."""
 
     @cached_property
+    def took(self) -> Took:
+        """The most that it took in any order of its backwards."""
+        tooks = [*self.tooks.values()]
+        return tooks[0] if len(tooks) == 1 else most_of(tooks, [1.0] * len(tooks))
+
+    @cached_property
     def digest(self) -> str:
         """A short text that other steps do not have."""
-        return sha256(repr(self.key).encode()).hexdigest()[:16]
+        return sha256(repr((self.key, sorted(self.tooks))).encode()).hexdigest()[:16]
+
+    def is_otherwise(self, calls: int, order: Order) -> bool:
+        """Whether a step with so many calls, whose backwards came in this ``order``, takes what is not known."""
+        is_known = not order or calls != len(self.key) or len(self.tooks) >= _MOST_ORDERS
+        return not is_known and _at_edges(self.key, order) not in self.tooks
 
     @cached_property
     def script(self) -> list[Foreseen | None]:
@@ -115,17 +132,27 @@ class KnownStep(Followed[LayersPlan]):
         kept = frozenset() if self.plan is None else self.plan.kept
         if self.plan is not None and self.plan.away:
             return []
-        starts = [bool(model) for model, *_ in self.key]
+        edges = _edges(self.key)
         script: list[Foreseen | None] = []
-        for place, (starts_here, ends_here) in enumerate(zip(starts, [*starts[1:], True])):
-            _, layer, _, shapes = self.key[place]
+        for place, (_, layer, _, shapes) in enumerate(self.key):
             shape = next((shape[:-3] for shape in shapes if isinstance(shape, tuple)), None)
-            script.append(None if starts_here or ends_here else Foreseen(layer, shape, place in kept))
+            script.append(None if place in edges else Foreseen(layer, shape, place in kept))
         return script
 
     def follow(self, plan: LayersPlan) -> None:
         super().follow(plan)
         self.__dict__.pop("script", None)
+
+
+def _edges(key: Key) -> set[int]:
+    """The first and the last call of each call of the model: those that a backward reaches at a mark in every step."""
+    starts = [bool(model) for model, *_ in key]
+    return {place for place, edges in enumerate(zip(starts, [*starts[1:], True])) if any(edges)}
+
+
+def _at_edges(key: Key, order: Order) -> Order:
+    edges = _edges(key)
+    return tuple((calls, call) for calls, call in order if call in edges)
 
 
 class KnownSteps:
@@ -180,11 +207,14 @@ class KnownSteps:
         """The error for the budget of ``rank``, which is too small."""
         return self._limit.too_small(LayersPlan(wish.took, self.names, wish.limit_bytes, kept), rank)
 
-    def learn(self, key: Key, counter: Counter, unfit: str, has_gradients: bool) -> bool:
-        """Remember a step in which everything was recomputed. Returns whether it was not known."""
-        is_new = key not in self._steps
-        self._steps[key] = KnownStep(key=key, took=counter.took(key), unfit=unfit, has_gradients=has_gradients)
-        return is_new
+    def learn(self, key: Key, order: Order, counter: Counter, unfit: str, has_gradients: bool) -> bool:
+        """Remember a step in which everything was recomputed. Returns whether it was not known in this order."""
+        known, order = self._steps.get(key), _at_edges(key, order)
+        if known is None or known.is_foretold or known.has_gradients > has_gradients:
+            known = KnownStep(key=key, tooks={}, has_gradients=has_gradients)
+        tooks = {order: counter.took(key), **known.tooks}
+        self._steps[key] = KnownStep(key=key, tooks=tooks, unfit=unfit, has_gradients=known.has_gradients)
+        return order not in known.tooks
 
     def warn(self, unfit: str) -> None:
         """Say why no call is kept, once."""
@@ -197,10 +227,11 @@ class KnownSteps:
         counted = [step for step in steps if not step.is_foretold]
         for one, two in combinations(reversed(counted), 2):
             is_alike = one.has_gradients == two.has_gradients
-            foretold = of_another_size((one.key, one.took), (two.key, two.took), first) if is_alike else None
+            orders = one.tooks.keys() & two.tooks.keys() if is_alike else ()
+            foretold = of_another_size((one.key, one.took), (two.key, two.took), first) if orders else None
             if foretold:
-                key, took = foretold
-                step = KnownStep(key=key, took=took, unfit=one.unfit, has_gradients=one.has_gradients, is_foretold=True)
+                key, tooks = foretold[0], dict.fromkeys(orders, foretold[1])
+                step = replace(one, key=key, tooks=tooks, is_foretold=True, plan=None, share=1.0)
                 for used in (one, two):
                     self._steps.move_to_end(used.key)
                 self._steps[key] = step

@@ -36,11 +36,25 @@ Option: TypeAlias = tuple[float, float, int]
 
 
 def frontier(took: Took, must: Collection[int] = ()) -> list[Option]:
-    """The options of a step, from the least peak to the fewest seconds. Exact unless there are very many.
+    """The options of a step, from the least peak to the fewest seconds. Exact unless there are very many, or calls keep
+    what is cached until the forwards are done: then they are the best of those for all that is kept, and for nothing.
 
     Args:
         must: calls that are kept in any case.
     """
+    if not any(call.cached_bytes or call.late_most for call in took.calls):
+        return _frontier(took, must)
+    kept = {kept for is_kept in (False, True) for *_, kept in _frontier(took.in_one(is_kept), must)}
+    return _best(sorted(_option(took, each) for each in kept))
+
+
+def _option(took: Took, kept: int) -> Option:
+    calls = {place for place in range(len(took.calls)) if kept >> place & 1}
+    seconds = sum(call.replay_seconds for place, call in enumerate(took.calls) if place not in calls)
+    return took.peak_bytes(calls), seconds, kept
+
+
+def _frontier(took: Took, must: Collection[int]) -> list[Option]:
     most = max(_FEWEST, _OPTIONS // max(1, len(took.calls)))
     options: list[Option] = [(took.between_most[-1], 0.0, 0)]
     for place in reversed(range(len(took.calls))):
@@ -230,11 +244,11 @@ def _block(call: Call) -> Block:
 
 def _levels(took: Took, kept: Collection[int]) -> Iterator[tuple[Action, Level]]:
     """The bytes of each forward and backward. What runs before one counts with it: a loss with the last backward."""
-    held = took.held(kept)
+    held, early = took.held(kept), took.held_early(kept)
     for place, call in enumerate(took.calls):
         forward = max(call.kept_most if place in kept else call.forward_most, took.between_most[place])
-        yield Action(place, Kind.FORWARD, 0), Level(forward + held[place], call.forward_left + held[place + 1])
+        yield Action(place, Kind.FORWARD, 0), Level(forward + early[place], call.forward_left + early[place + 1])
         backward = held[place] + (call.backward_most if place in kept else max(call.backward_most, call.replay_most))
         if place + 1 == len(took.calls):
-            backward = max(backward, took.between_most[-1] + held[-1])
+            backward = max(backward, took.between_most[-1] + early[-1], call.late_most + held[-1])
         yield Action(place, Kind.BACKWARD, 0), Level(backward, call.backward_left + held[place])

@@ -31,17 +31,21 @@ MOST_CALLS = 2_000
 """The most calls of a step that are told apart. Further ones are recomputed, until the newest of them has ended: a loop
 may hold a graph for ever."""
 PLAIN = nullcontext()
+_MOST_REACHED = 4 * MOST_CALLS
+"""So many times that a backward reaches a mark tell one step from another."""
 
 
 class Mark:
     """What a call leaves at the nodes of its outputs."""
 
-    __slots__ = ("__weakref__", "_note", "_step", "is_reached")
+    __slots__ = ("__weakref__", "_call", "_note", "_step", "is_reached")
 
-    def __init__(self, step: Step, note: Callable[[], None] | None) -> None:
-        self._step, self._note, self.is_reached = step, note, False
+    def __init__(self, step: Step, call: int, note: Callable[[], None] | None) -> None:
+        self._step, self._call, self._note, self.is_reached = step, call, note, False
 
     def __call__(self, _: object) -> None:
+        if len(self._step.order) < _MOST_REACHED:
+            self._step.order.append((self._step.calls, self._call))
         self._step.reached += not self.is_reached
         self.is_reached = True
         if self._note is not None:
@@ -75,6 +79,8 @@ class Step:
     marked: int = 0
     reached: int = 0
     """How many of the marks a backward has reached."""
+    order: list[tuple[int, int]] = field(default_factory=list)
+    """Each time that a backward reached a mark: how many calls there had been, and the number of the mark's call."""
     hides: bool = False
     """Whether a call takes or returns an object whose tensors are not seen."""
     is_in_kept: bool = False
@@ -162,12 +168,12 @@ class Step:
         if note is not None:
             note()
 
-    def marked_with(self, outputs: Any, note: Callable[[], None] | None) -> Any:
-        """``outputs``, with a mark at their nodes: any of them may be what the loss depends on."""
+    def marked_with(self, outputs: Any, call: int, note: Callable[[], None] | None) -> Any:
+        """``outputs``, with the mark of ``call`` at their nodes: any of them may be what the loss depends on."""
         tensors = [outputs] if isinstance(outputs, Tensor) else tensors_in(outputs)
         nodes: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
         if nodes:
-            mark = Mark(self, note)
+            mark = Mark(self, call, note)
             for node in dict.fromkeys(nodes):
                 node.register_prehook(mark)
             self.newest = weakref.ref(mark)

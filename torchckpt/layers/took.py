@@ -7,6 +7,8 @@ reverse order. Where they do not, a call counts as alive until all later ones ar
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import accumulate
+from operator import sub
 from typing import Any, NamedTuple, TypeAlias
 
 __all__ = ["FIRST_BYTES", "Call", "Key", "Took", "most_of"]
@@ -39,6 +41,12 @@ class Call(NamedTuple):
     backward_left: float
     moved_bytes: float = 0.0
     """What of ``inner_bytes`` can go to a host."""
+    cached_bytes: float = 0.0
+    """What of ``inner_bytes`` others hold until all forwards are done, as autocast holds the weights that it casts."""
+    shared_bytes: float = 0.0
+    """What of ``cached_bytes`` every call of the layer before it holds as well, if it is kept."""
+    late_most: float = 0.0
+    """The most bytes while the calls up to this one are alive, none of them runs, and nobody holds what was cached."""
 
 
 class Took(NamedTuple):
@@ -47,27 +55,62 @@ class Took(NamedTuple):
     calls: tuple[Call, ...]
     """In the order of their forwards."""
     between_most: tuple[float, ...]
-    """At place p, the most bytes while the first p calls are alive and none of them runs."""
+    """At place p, the most bytes while the first p calls are alive and none of them runs, before ``late_most``."""
 
     def held(self, kept: Collection[int]) -> list[float]:
         """At place p, what the kept ones of the first p calls hold."""
-        held = [0.0]
+        held, layers = [0.0], set()
         for place, call in enumerate(self.calls):
-            held.append(held[-1] + (call.inner_bytes if place in kept else 0.0))
+            shared = call.shared_bytes if call.layer in layers else 0.0
+            held.append(held[-1] + (call.inner_bytes - shared if place in kept else 0.0))
+            layers |= {call.layer} if place in kept else set()
         return held
+
+    def held_early(self, kept: Collection[int]) -> list[float]:
+        """Likewise while all forwards run, beside what is cached."""
+        more = (call.inner_bytes - call.cached_bytes if place in kept else 0 for place, call in enumerate(self.calls))
+        return [*accumulate(more, initial=0.0)]
 
     def peak_bytes(self, kept: Collection[int]) -> float:
         """The most bytes of a step that keeps these calls."""
-        held = self.held(kept)
-        levels = [between + alive for between, alive in zip(self.between_most, held)]
+        held, early = self.held(kept), self.held_early(kept)
+        levels = [between + alive for between, alive in zip(self.between_most, early)]
         for place, call in enumerate(self.calls):
-            replayed = call.kept_most if place in kept else max(call.forward_most, call.replay_most)
-            levels.append(held[place] + max(call.backward_most, replayed))
+            levels.append(early[place] + (call.kept_most if place in kept else call.forward_most))
+            levels.append(held[place] + max(call.backward_most, 0.0 if place in kept else call.replay_most))
+            levels.append(held[place + 1] + call.late_most)
         return max(levels)
+
+    def in_one(self, is_kept: bool = False) -> Took:
+        """The step for a search that knows of no cache.
+
+        Args:
+            is_kept: whether calls are kept, so that all that is cached is theirs. If not, it counts beside what they
+                hold, and the step never takes more than this says.
+        """
+        early = [0.0, *accumulate((call.cached_bytes - call.shared_bytes) * is_kept for call in self.calls)]
+        calls = (
+            call._replace(
+                forward_most=call.forward_most - cached,
+                kept_most=call.kept_most - cached,
+                cached_bytes=0.0,
+                shared_bytes=0.0,
+                late_most=0.0,
+            )
+            for call, cached in zip(self.calls, early)
+        )
+        late = [0.0, *(call.late_most for call in self.calls)]
+        return Took(tuple(calls), tuple(map(max, late, map(sub, self.between_most, early))))
 
 
 def most_of(tooks: Sequence[Took], factors: Sequence[float]) -> Took:
     """The most that any of several steps with the same layers took, each with its bytes times its factor."""
+    caches = {
+        tuple((call.cached_bytes * factor, call.shared_bytes * factor) for call in took.calls)
+        for took, factor in zip(tooks, factors)
+    }
+    if len(caches) > 1:  # what is cached in one of them is not in another
+        tooks = [took.in_one() for took in tooks]
     calls = []
     for each in zip(*(took.calls for took in tooks)):
         rows: list[list[float]] = []

@@ -25,6 +25,8 @@ class Watch(DispatchMode):  # type: ignore[no-untyped-call]  # in torch
         self.live: LiveStorages | None = None
         self.in_backward: Callable[[], None] | None = None
         """Called once, before the next operator of a backward."""
+        self.before: Callable[[], None] | None = None
+        """Called before each operator."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -32,6 +34,8 @@ class Watch(DispatchMode):  # type: ignore[no-untyped-call]  # in torch
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.before is not None:
+            self.before()
         if self.in_backward is not None and running_node() is not None:
             call, self.in_backward = self.in_backward, None
             call()
@@ -42,7 +46,7 @@ class Watch(DispatchMode):  # type: ignore[no-untyped-call]  # in torch
 
     def stop(self) -> None:
         """Leave, if it is entered. Inside of a backward that is undone when the backward ends."""
-        self.live = None
+        self.live = self.before = None
         take_from_modes(self)
 
 

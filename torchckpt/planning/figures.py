@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
+from torchckpt.errors import Fault, called, raise_fault
 from torchckpt.planning.order.schedule import Action, Schedule
 
 __all__ = ["Copy", "Drawn", "Event", "Message", "Row", "TimelineFigures", "overhead"]
@@ -20,7 +21,11 @@ class Drawn:
     """A result that has a picture. ``draw()`` returns it, and a notebook shows it."""
 
     def draw(self, path: str | PathLike[str] | None = None) -> str:
-        """The picture as SVG text. It is written to ``path``, if one is given."""
+        """The picture as SVG text. It is written to ``path``, if one is given.
+
+        Raises:
+            ArgumentError: the name of the file is that of another kind of picture.
+        """
         return self._written(path, self._svg())
 
     def _svg(self) -> str:
@@ -28,11 +33,19 @@ class Drawn:
 
     def _written(self, path: str | PathLike[str] | None, text: str) -> str:
         if path is not None:
+            with called("draw()"):
+                _check_suffix(Path(path))
             Path(path).write_text(text, encoding="utf-8")
         return text
 
     def _repr_svg_(self) -> str:
         return self.draw()
+
+
+def _check_suffix(path: Path) -> None:
+    if path.suffix.lower() not in ("", ".svg"):
+        works = f'draw("{path.with_suffix(".svg").name}")'
+        raise_fault(Fault("the picture is SVG, and the file's name does not end in .svg", str(path), works))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import gc
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -98,12 +98,12 @@ def peak_bytes(step: Callable[[], object], device: torch.device | str | None = N
             warning says so where the step then takes nothing.
 
     Raises:
-        ArgumentError: ``step`` is not callable.
+        ArgumentError: ``step`` is not callable, or the device is not there.
     """
     check_step(step, "peak_bytes")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     in_use = accelerator is not None and torch.get_device_module(accelerator).memory_allocated()
-    where = torch.device(device or (accelerator if accelerator and in_use else "cpu"))
+    where = _device(device or (accelerator if accelerator and in_use else "cpu"), accelerator)
     gc.collect()  # the step would free it
     live = LiveStorages(where, looks=where.type in ("cpu", "meta"))
     live.begin()
@@ -114,6 +114,15 @@ def peak_bytes(step: Callable[[], object], device: torch.device | str | None = N
         text = f"peak_bytes() has counted on {where}, where the step takes nothing; works: peak_bytes(step, 'cpu')"
         warnings.warn(text, stacklevel=2)
     return highest
+
+
+def _device(device: object, accelerator: torch.device | None) -> torch.device:
+    where: torch.device | None = None
+    with suppress(RuntimeError, TypeError):
+        where = torch.device(device)  # type: ignore[call-overload]  # it may be anything
+    if where is None or where.type not in ("cpu", "meta", accelerator and accelerator.type):
+        raise_fault(Fault("there is no such device here", repr(device), "peak_bytes(step, 'cpu')"))
+    return where
 
 
 def check_step(step: object, function: str) -> None:

@@ -3,11 +3,13 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.planning.step.test_measured import spans_of, step_of
 from tests.planning.steps import EMPTY, measured, several_stages_a_rank, step
+from torchckpt.errors import ArgumentError
 from torchckpt.planning import Block, Timeline
 from torchckpt.planning.draw.svg import svg
 from torchckpt.planning.draw.units import Units
@@ -58,6 +60,13 @@ def test_the_picture_is_that_of_svg(timeline: Timeline) -> None:
     assert timeline._repr_svg_() == timeline.draw() == svg(timeline, units=units)
     assert timeline.draw(budget_bytes=2, copies=True) == svg(timeline, units=units, budget_bytes=2, copies=True)
     assert replace(timeline, units=Units("s")).draw() == svg(timeline, units=Units("s"))
+
+
+def test_a_picture_of_another_kind_is_not_written(tmp_path: Path) -> None:
+    said = r"draw\(\): the picture is SVG, and the file's name does not end in .svg\n  received: .*x.png\n"
+    with pytest.raises(ArgumentError, match=said + r'  works:    draw\("x.svg"\)'):
+        EMPTY.draw(tmp_path / "x.png")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_measured_step_is_in_milliseconds() -> None:
