@@ -49,7 +49,8 @@ def test_a_piece_that_is_given_back_is_the_next_of_its_size_the_oldest_first(are
 
 def test_when_all_is_back_the_chunks_are_empty_and_the_last_read_is_waited_for(arena):
     pieces = [arena.take(size) for size in (512, 1024)]
-    for number, piece in enumerate(pieces):
+    arena.last_read = "read 1"  # the copy back that was queued last, whichever piece is given back last
+    for number, piece in reversed([*enumerate(pieces)]):
         arena.give(piece.bytes, f"read {number}")
     other = arena.take(2048)
     assert (place(other), other.read) == ((0, 2048), "read 1")
