@@ -67,8 +67,10 @@ __all__ = [
     "settings_of_torch",
     "storage_key",
     "take_from_modes",
+    "torch_functions_are_seen",
     "use_count",
     "use_stance",
+    "with_torch_functions",
     "without_selective_modes",
 ]
 
@@ -276,6 +278,17 @@ def _exchange_modes(old: list[Any], new: list[Any]) -> None:
         _pop_torch_dispatch_stack(None)
     for mode in new:
         _push_on_torch_dispatch_stack(mode)
+
+
+def torch_functions_are_seen() -> bool:
+    """Whether subclasses of Tensor see the functions that are called with them (``__torch_function__``)."""
+    return bool(torch._C._is_torch_function_enabled())
+
+
+def with_torch_functions(seen: bool) -> AbstractContextManager[None]:
+    """Inside the block, subclasses of Tensor see them, or not. The backward of a subclass runs unseen by it."""
+    context: Any = torch._C._EnableTorchFunction if seen else torch._C.DisableTorchFunctionSubclass
+    return context()  # type: ignore[no-any-return]
 
 
 @contextmanager

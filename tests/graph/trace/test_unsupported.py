@@ -9,7 +9,7 @@ from tests.distributed.ranks import one_rank
 from tests.graph.eager import compare
 from tests.settings import with_gloo
 from torchckpt import graph
-from torchckpt.errors import ArgumentError, CheckpointError
+from torchckpt.errors import ArgumentError, CaptureError, CheckpointError
 
 fsdp_of_one = pytest.mark.filterwarnings("ignore:FSDP is switching to use")
 
@@ -172,3 +172,33 @@ def test_error_of_the_model_on_its_example_passes():
     with pytest.raises(RuntimeError, match="must have same reduction dim") as caught:
         graph.rematerialize(plain(), torch.ones(2, 5))
     assert not isinstance(caught.value, CheckpointError)
+
+
+class Draws(nn.Module):
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x):
+        return (x * self.draw(x * 1)).sum()
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        nn.Dropout(0.5, inplace=True),
+        nn.AlphaDropout(0.5),
+        lambda x: torch.empty_like(x).bernoulli_(0.5),
+        lambda x: torch.zeros(8, 64)[:, ::2].normal_().sum(),
+    ],
+)
+def test_numbers_drawn_into_memory_of_another_order_are_refused(draw):
+    x = torch.randn(2, 8, 4, 4).to(memory_format=torch.channels_last).requires_grad_()
+    with pytest.raises(CaptureError, match=r"into a tensor that is not contiguous.*\n.*strides.*\n.*x.contiguous"):
+        graph.rematerialize(Draws(draw), x)
+    if isinstance(draw, nn.Module):
+        x, losses = x.detach().contiguous(), []
+        for model in (Draws(draw), graph.rematerialize(Draws(draw))):
+            torch.manual_seed(0)
+            losses.append(model(x))
+        assert torch.equal(*losses)

@@ -137,6 +137,9 @@ def with_no_budget(stored):
         (with_all_kept, "rank 0 holds 32.08 bytes, its budget is 16.04"),
         (with_less_to_hold, "rank 2 holds 16 bytes, its budget is 8.02"),
         (with_no_budget, "4 amounts of bytes"),
+        (lambda stored: stored.update(balance=[]), r"balance \[\] for \[8, 8, 8, 7\] blocks"),
+        (lambda stored: stored.update(balance=[8, 8, 8, 8]), r"balance \[8, 8, 8, 8\] for "),
+        (lambda stored: stored.update(balance=[8, 8, 8, 7, 0]), r"balance \[8, 8, 8, 7, 0\] for "),
     ],
 )
 def test_what_does_not_add_up_is_refused(plan, edit, received):

@@ -285,3 +285,12 @@ def test_recompute_at_arrival_waits_for_the_gradient():
     assert measured_seconds(step, [measured]) == seconds_of(whole(costs))
     assert measured_links(step, [measured]) == (Link(0.25),)
     assert measured_timeline(step, measured).messages == simulated.messages
+
+
+def test_a_late_replay_that_nothing_asked_for_takes_no_time():
+    """As of a stage that saves nothing."""
+    schedule = gpipe(1, 2)
+    step = step_of(schedule, choices={(0, 0): State.LATE, (0, 1): State.LATE})
+    (spans,) = spans_of(step.timeline)
+    timeline = measured_timeline(step, [[span for span in spans if span.action.kind is not Kind.RECOMPUTE]])
+    assert len(timeline.events) == 4

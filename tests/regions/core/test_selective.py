@@ -194,3 +194,16 @@ def test_a_replay_that_raised_is_not_tried_again_where_its_context_is_used_up():
         f"  received: a second replay of region {name}, whose first one raised\n"
         "  works:    a new forward; or context_fn=None"
     )
+
+
+@pytest.mark.parametrize("momentum", [None, 0.1])
+def test_statistics_of_batch_norm_are_no_operators_of_the_region(momentum):
+    def net():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=momentum), nn.ReLU(), nn.BatchNorm1d(4))
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+    plain, ours = net(), net()
+    plain(torch.ones(3, 4)).square().sum().backward()
+    checkpoint(ours, torch.ones(3, 4), context_fn=contexts).square().sum().backward()
+    assert_equal([*ours.buffers(), ours[0].bias.grad], [*plain.buffers(), plain[0].bias.grad])

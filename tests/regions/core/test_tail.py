@@ -146,3 +146,11 @@ def test_which_need_no_exception(function, monkeypatch):
     y = checkpoint(function, leaf(3, 4))
     (y[0] if isinstance(y, tuple) else y).sum().backward()
     assert answers == [function in (ends, in_place_at_last)]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_noise_that_is_saved_before_it_is_written(training):
+    """rrelu saves its noise, and its kernel writes it then: a replay does not end in between."""
+    layer = nn.RReLU().train(training)
+    assert_transparent(checkpoint, lambda x: layer(x * 2), leaf(64))
+    assert_transparent(checkpoint, lambda x: torch.rrelu(x * 2, training=training), leaf(64))

@@ -341,3 +341,23 @@ def test_inference_tensor_as_an_input(call, device):
         return torch.autograd.grad(output.sum(), [x, *block.parameters()])
 
     assert_equal(gradients_of(call), gradients_of(plain))
+
+
+class Doubled(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result * 2 if func is torch.Tensor.sin else result
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_a_subclass_sees_the_functions_of_a_replay_as_those_of_its_forward(is_seen):
+    """The backward of a subclass runs unseen by it."""
+    gradients = []
+    for call in (plain, checkpoint):
+        x = torch.ones(4).as_subclass(Doubled).requires_grad_()
+        with nullcontext() if is_seen else torch._C.DisableTorchFunctionSubclass():
+            loss = call(lambda x: x.sin().exp(), x).sum()
+        loss.backward() if is_seen else torch.autograd.backward(loss.as_subclass(torch.Tensor))
+        gradients.append(x.grad.as_subclass(torch.Tensor))
+    assert torch.equal(*gradients)

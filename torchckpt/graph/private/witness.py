@@ -49,7 +49,7 @@ class Witness:
 
         def run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self._tell(operator)
-            generators.drawn(operator)
+            generators.drawn(operator, args)
             results = operator(*args, **kwargs)
             self._saw(results, f"a result of {operator}")
             return results
@@ -121,10 +121,11 @@ class _Generators:
                 works = "torch.rand(()) in place of random.random(); or a number that is drawn before the call"
                 raise CaptureError(str(Fault(rule, f"a forward that draws numbers of {name}", works)))
 
-    def drawn(self, operator: Any) -> None:
+    def drawn(self, operator: Any, args: tuple[Any, ...]) -> None:
         """Count an operator of the trace if it draws."""
         if is_random(operator):
             self._check()
+            _refuse_scattered(operator, args)
             self._seed += 1
             torch.default_generator.manual_seed(self._seed)
 
@@ -133,6 +134,21 @@ class _Generators:
             rule = "the call sets the state of a generator, by Python code that runs in the trace alone"
             works = "torch.manual_seed(0) before the call; or numbers that are drawn before the call, as an input"
             raise CaptureError(str(Fault(rule, "a forward that seeds torch's generator, or sets its state", works)))
+
+
+def _refuse_scattered(operator: Any, args: tuple[Any, ...]) -> None:
+    """Raise a CaptureError for numbers that are drawn into a tensor in the order of its memory. A trace has nothing in
+    place: its tensor lies in another order, or without gaps."""
+    name = operator.overloadpacket.__name__
+    if name not in ("bernoulli_", "normal_"):
+        return
+    tensor = args[0]
+    spanned = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    if tensor.numel() and (spanned != tensor.numel() or (name == "bernoulli_" and not tensor.is_contiguous())):
+        rule = "the call draws random numbers into a tensor that is not contiguous, where a trace would draw others"
+        received = f"{operator} of strides {tuple(tensor.stride())} for shape {tuple(tensor.shape)}"
+        works = "nn.Dropout(p) without inplace=True; or x = x.contiguous() before"
+        raise CaptureError(str(Fault(rule, received, works)))
 
 
 def _states() -> dict[str, Any]:

@@ -77,6 +77,8 @@ class Count:
         watch: the mode of the pipe.
         schedule: its ranks, each of which has stages on one device.
         counts_blocks: whether what a visit of each stage saves is counted by block. All blocks are recomputed then.
+        in_graph: whether one backward has all micro-batches. Then autograd adds up their gradients beside those that
+            are there, so these do not count as if the step made them.
         learn: gets what was counted.
     """
 
@@ -86,6 +88,7 @@ class Count:
         schedule: Schedule,
         stages: Sequence[Stage],
         counts_blocks: bool,
+        in_graph: bool,
         learn: Callable[[Counted], None],
     ) -> None:
         self._stages, self._placement = stages, schedule.placement
@@ -93,7 +96,8 @@ class Count:
         self._records = [Record(device) for device in devices]
         modules = [module for stage in stages for owner in stage.modules for module in owner.modules()]
         looks = all(device.type == "cpu" for device in devices) and not any(map(is_compiled, modules))
-        gradients = [_bytes_of_gradients(stages, schedule.placement, rank) for rank in range(len(devices))]
+        ranks = range(len(devices))
+        gradients = [0.0 if in_graph else _bytes_of_gradients(stages, schedule.placement, rank) for rank in ranks]
         self._live = [LiveBytes(device, looks, more_bytes) for device, more_bytes in zip(devices, gradients)]
         self._watch, self._learn = watch, learn
         if looks:

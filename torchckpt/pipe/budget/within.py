@@ -148,7 +148,7 @@ class Within:
         if known.tries > _TRIES:
             self._warn("a backward does not reach all micro-batches, so its step cannot be counted, and has no plan")
         if is_counted:
-            count = Count(self._watch, order.schedule, stages, plan is None, known.learn)
+            count = Count(self._watch, order.schedule, stages, plan is None, in_graph, known.learn)
         return Following(order, in_graph, blocks, plan, count, options)
 
     def returned(self, outputs: Any) -> None:

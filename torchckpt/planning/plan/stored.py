@@ -64,10 +64,13 @@ def read(text: str) -> PlanFigures:
         given, planned = (_schedule(stored[name], stored["schedule"], ranks) for name in ("given", "planned"))
         stages = [_stage(stage) for stage in stored["stages"]]
         links = [Link(latency, rate or math.inf) for latency, rate in stored["links"]]
-        budgets = _amounts(stored["budget_bytes"], ranks)
+        budgets, balance = _amounts(stored["budget_bytes"], ranks), stored["balance"]
+        blocks = [len(stage.blocks) for stage in stages]
+        if len(balance) != len(blocks) or sum(balance) != sum(blocks) or min(balance) < 0:
+            _refuse(f"balance {balance} for {blocks} blocks")
         host = Host(**stored["host"]) if "host" in stored else None
         asked = problem_of(given, stages, "100%", links, host).within(budgets)
-        problem = replace(asked, stages=restaged(stages, stored["balance"]))
+        problem = replace(asked, stages=restaged(stages, balance))
         choices = {
             (stage, i): Choice(*map(tuple, choice))
             for stage, of_stage in enumerate(stored["choices"])

@@ -107,13 +107,23 @@ def _played(step: Step, spans: Spans, zero: float) -> Run:
         for span in on_rank:
             times[-1][span.action].append(span)
     pairs = list(zip(times, step.program.actions))
-    missing = [str(action) for on_rank, order in pairs for action in order if action not in on_rank]
+    for known, order in pairs:
+        for action in order:
+            if action.kind is Kind.RECOMPUTE and not known[action]:
+                known[action] = _not_replayed(action, known)
+    missing = [str(action) for known, order in pairs for action in order if not known[action]]
     rule = "an action of the schedule was not measured"
     works = "custom functions of a schedule that call forward_one_chunk() and backward_one_chunk() of its stages"
     check([Fault(rule, f"nothing of {', '.join(missing)}", works)] if missing else [])
-    ordered = [[on_rank[action].pop(0) for action in order] for on_rank, order in pairs]
+    ordered = [[known[action].pop(0) for action in order] for known, order in pairs]
     starts = [[span.start_seconds - zero for span in on_rank] for on_rank in ordered]
     return Run(starts, [[span.end_seconds - zero for span in on_rank] for on_rank in ordered], [], [])
+
+
+def _not_replayed(action: Action, known: Mapping[Action, Sequence[Span]]) -> list[Span]:
+    """The span of a replay that nothing asked for, as of a stage that saves nothing: no time, before its backward."""
+    backwards = (span for kind in BACKWARDS for span in known.get(action._replace(kind=kind), ()))
+    return [Span(action, *[span.start_seconds] * 3) for span in backwards][:1]
 
 
 def measured_seconds(step: Step, measured: Iterable[Spans]) -> tuple[Block, ...]:

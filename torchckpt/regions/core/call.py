@@ -252,13 +252,19 @@ def comes_of_stop(error: BaseException) -> bool:
 _REPLAY = Call._run_again.__code__
 
 
+_SAVED_EARLY = frozenset(("rrelu", "rrelu_", "rrelu_with_noise", "rrelu_with_noise_"))
+
+
 def ends_with(saved: Tensor, frame: FrameType, function: Function) -> bool:
     """Whether ``function`` only returns from here on, so that Stop need not end its replay: an exception that passes
     through C++ takes as long as ten tiny operations.
 
     ``frame``, whose operation made ``saved`` and now saves it, must be the frame of ``function`` that the replay has
-    called, and return what the operation gives: no other operation and no statement would follow.
+    called, and return what the operation gives: no other operation and no statement would follow. rrelu goes on, too:
+    it saves its noise before its kernel writes it.
     """
+    if not _SAVED_EARLY.isdisjoint(frame.f_code.co_names):
+        return True
     called_function = function.__func__ if isinstance(function, MethodType) else function
     caller = frame.f_back
     return (

@@ -1,6 +1,7 @@
 """Ambient state: the thread's settings and random numbers, which a replay must find as the forward found them.
 
-The *settings* are autocast, the default dtype and device, inference mode, and the compiler's stance. A replay enters
+The *settings* are autocast, the default dtype and device, inference mode, the compiler's stance, and whether subclasses
+of Tensor see functions. A replay enters
 only those that differ from the settings of its own thread. The *random numbers* are states of generators. A replay sets
 them, and puts the states that it found back at its end.
 """
@@ -29,7 +30,9 @@ from torchckpt.regions.private import (
     dispatch_modes_are_active,
     modes_are_active,
     storage_key,
+    torch_functions_are_seen,
     use_stance,
+    with_torch_functions,
 )
 from torchckpt.tensors import tensors_in
 
@@ -61,6 +64,7 @@ Settings: TypeAlias = tuple[
     bool,  # inference mode
     bool,  # whether a dispatch mode sees the operators; composite ones then work in place less often
     Any,  # the stance of torch.compiler: in another one, code that is compiled may run in eager mode
+    bool,  # whether subclasses of Tensor see the functions that are called with them
 ]
 
 
@@ -76,13 +80,14 @@ def settings() -> Settings:
         is_inference_mode_enabled(),
         dispatch_modes_are_active() > 0,
         compiler_stance(),
+        torch_functions_are_seen(),
     )
 
 
 @contextmanager
 def use_settings(then: Settings) -> Iterator[None]:
     """Inside the block, the settings of this thread are ``then``. Enters only what differs from the current ones."""
-    cpu, accelerator, cache, dtype, device, inference, watched, stance = then
+    cpu, accelerator, cache, dtype, device, inference, watched, stance, seen = then
     now = settings()
     with ExitStack() as stack:
         if inference != now[5]:
@@ -100,6 +105,8 @@ def use_settings(then: Settings) -> Iterator[None]:
             stack.enter_context(_Watch())
         if stance is not None and stance != now[7]:
             stack.enter_context(use_stance(stance))
+        if seen != now[8]:
+            stack.enter_context(with_torch_functions(seen))
         yield
 
 

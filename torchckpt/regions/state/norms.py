@@ -20,7 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchckpt.regions.flags import Replay, local
-from torchckpt.regions.private import batch_norm_layer, keep_from_dynamo, norm_layer, storage_key
+from torchckpt.regions.private import (
+    batch_norm_layer,
+    keep_from_dynamo,
+    norm_layer,
+    storage_key,
+    without_selective_modes,
+)
 
 __all__ = [
     "is_in_call",
@@ -190,7 +196,8 @@ def _use_copies(layer: nn.Module, values: _Values) -> None:
         users, own = _copied.get(layer, (0, {}))
         if not users:
             own = _own(layer)
-            layer._buffers.update({name: values.get(name, buffer).clone() for name, buffer in own.items()})
+            with without_selective_modes():  # which know the operators of the forward alone
+                layer._buffers.update({name: values.get(name, buffer).clone() for name, buffer in own.items()})
         _copied[layer] = users + 1, own
 
 
