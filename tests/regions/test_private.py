@@ -330,6 +330,24 @@ def without_selective_modes():
     assert around.get_total_flops() == inside.get_total_flops() == 3 * 16
 
 
+def torch_functions():
+    class Seen(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            states.append(private.torch_functions_are_seen())
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    states, x = [], torch.zeros(1).as_subclass(Seen)
+    assert private.torch_functions_are_seen()
+    with private.with_torch_functions(False):
+        x.sin()
+        assert not states
+        assert not private.torch_functions_are_seen()
+        with private.with_torch_functions(True):
+            x.sin()
+    assert states == [True]
+
+
 def is_exporting():
     class Adds(nn.Module):
         def forward(self, x):
@@ -529,8 +547,10 @@ COUNTERPARTS = {
     "settings_of_torch": settings_of_torch,
     "storage_key": storage_key,
     "take_from_modes": put_under_modes,
+    "torch_functions_are_seen": torch_functions,
     "use_count": use_count,
     "use_stance": compiler_stance,
+    "with_torch_functions": torch_functions,
     "without_selective_modes": without_selective_modes,
 }
 
