@@ -31,9 +31,11 @@ _HELP = {
     "global_batch": "sequences of a step", "sequence": "tokens; default: 8192", "chunks": "stages of a rank; default: "
     "1, or 2 where the schedule needs them", "node": "GPUs of a node; default: 8",
 }  # fmt: skip
-_FIXED = ("tp", "cp", "ep", "pp", "dp", "micro_batch", "chunks")
 _FIELDS = {"policy": "recompute", "sharding": "state", "framework": "software"}
-"""Options, by the field of a layout."""
+"""By option, the field of a layout, where they have two names."""
+_OPTIONS = {field: option for option, field in _FIELDS.items()}
+_FIXED = ("tp", "cp", "ep", "pp", "dp", "micro_batch", "chunks", "schedule", *_FIELDS)
+"""Options that a search keeps."""
 
 
 def add_job(parser: argparse.ArgumentParser) -> None:
@@ -76,8 +78,7 @@ def run_job(options: argparse.Namespace, host: Host | None) -> None:
 def _run(options: argparse.Namespace, host: Host | None) -> None:
     model, machine, layout = model_named(options.model), _machine(options), _layout(options)
     if options.search:
-        names = given(options, (*_FIXED, "schedule", *_FIELDS))
-        fixed = [_FIELDS.get(name, name) for name in (text[2:].replace("-", "_") for text in names)]
+        fixed = [_FIELDS.get(name, name) for name in _FIXED if getattr(options, name) is not None]
         result = search_layouts(model, machine, layout, options.device_memory, host, _Progress(), fixed)
         best, text, numbers = result.best[0] if result.best else None, str(result), result.as_json()
     else:
@@ -126,7 +127,7 @@ def _in_options(text: str) -> str:
     names = "|".join(field.name for field in fields(Layout))
 
     def option(match: re.Match[str]) -> str:
-        name = {field: option for option, field in _FIELDS.items()}.get(match[1], match[1])
+        name = _OPTIONS.get(match[1], match[1])
         return f"--{name.replace('_', '-')} {match[2]}"
 
     return re.sub(rf"\b({names}|model)=[\"']?([\w.\-/]+)[\"']?", option, text)

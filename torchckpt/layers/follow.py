@@ -168,7 +168,8 @@ class Steps:
         model = self._model()
         if device.type == "meta":
             self._known.warn(_ON_META)
-        if model is None or device.type == "meta":
+            return None
+        if model is None:
             return None
         looks = not any(is_compiled(module) or COMPILED in module.__dict__ for module in model.modules())
         return Counter(device, looks, model, self._settings.gathered)

@@ -124,7 +124,12 @@ class KnownStep(Followed[LayersPlan]):
     def is_otherwise(self, calls: int, order: Order) -> bool:
         """Whether a step with so many calls, whose backwards came in this ``order``, takes what is not known."""
         is_known = not order or calls != len(self.key) or len(self.tooks) >= _MOST_ORDERS
-        return not is_known and _at_edges(self.key, order) not in self.tooks
+        return not is_known and _at_edges(self.edges, order) not in self.tooks
+
+    @cached_property
+    def edges(self) -> set[int]:
+        """The first and the last call of each call of the model: a backward reaches a mark there in every step."""
+        return _edges(self.key)
 
     @cached_property
     def script(self) -> list[Foreseen | None]:
@@ -132,11 +137,10 @@ class KnownStep(Followed[LayersPlan]):
         kept = frozenset() if self.plan is None else self.plan.kept
         if self.plan is not None and self.plan.away:
             return []
-        edges = _edges(self.key)
         script: list[Foreseen | None] = []
         for place, (_, layer, _, shapes) in enumerate(self.key):
             shape = next((shape[:-3] for shape in shapes if isinstance(shape, tuple)), None)
-            script.append(None if place in edges else Foreseen(layer, shape, place in kept))
+            script.append(None if place in self.edges else Foreseen(layer, shape, place in kept))
         return script
 
     def follow(self, plan: LayersPlan) -> None:
@@ -145,13 +149,11 @@ class KnownStep(Followed[LayersPlan]):
 
 
 def _edges(key: Key) -> set[int]:
-    """The first and the last call of each call of the model: those that a backward reaches at a mark in every step."""
     starts = [bool(model) for model, *_ in key]
     return {place for place, edges in enumerate(zip(starts, [*starts[1:], True])) if any(edges)}
 
 
-def _at_edges(key: Key, order: Order) -> Order:
-    edges = _edges(key)
+def _at_edges(edges: set[int], order: Order) -> Order:
     return tuple((calls, call) for calls, call in order if call in edges)
 
 
@@ -209,7 +211,7 @@ class KnownSteps:
 
     def learn(self, key: Key, order: Order, counter: Counter, unfit: str, has_gradients: bool) -> bool:
         """Remember a step in which everything was recomputed. Returns whether it was not known in this order."""
-        known, order = self._steps.get(key), _at_edges(key, order)
+        known, order = self._steps.get(key), _at_edges(_edges(key), order)
         if known is None or known.is_foretold or known.has_gradients > has_gradients:
             known = KnownStep(key=key, tooks={}, has_gradients=has_gradients)
         tooks = {order: counter.took(key), **known.tooks}

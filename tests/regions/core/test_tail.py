@@ -124,7 +124,7 @@ def replayed(function):
 @pytest.mark.parametrize("function", FUNCTIONS, ids=NAMES)
 def test_no_operator_and_no_statement_more_than_with_an_exception(function, monkeypatch):
     ours = replayed(function)
-    monkeypatch.setattr(frames, "ends_with", lambda *_: False)
+    monkeypatch.setattr(frames, "goes_on", lambda *_: False)
     assert ours == replayed(function)
 
 
@@ -136,13 +136,13 @@ def test_equal_to_the_bit(function):
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=NAMES)
 def test_which_need_no_exception(function, monkeypatch):
-    answers, plain = [], frames.ends_with
+    answers, plain = [], frames.goes_on
 
-    def ends_with(*given):
+    def goes_on(*given):
         answers.append(plain(*given))
         return answers[-1]
 
-    monkeypatch.setattr(frames, "ends_with", ends_with)
+    monkeypatch.setattr(frames, "goes_on", goes_on)
     y = checkpoint(function, leaf(3, 4))
     (y[0] if isinstance(y, tuple) else y).sum().backward()
     assert answers == [function in (ends, in_place_at_last)]

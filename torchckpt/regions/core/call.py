@@ -38,7 +38,7 @@ from torchckpt.regions.state.module_state import ModuleState, exclusive, record_
 from torchckpt.regions.state.reached import norm_layers_of, reaches_nothing, runs_compiled_code, settle
 from torchckpt.typing import ContextFunction, Function
 
-__all__ = ["Call", "Stop", "comes_of_stop", "ends_with"]
+__all__ = ["Call", "Stop", "comes_of_stop", "goes_on"]
 
 Pack: TypeAlias = Callable[[Tensor], Any]
 Unpack: TypeAlias = Callable[[Any], Tensor]
@@ -250,21 +250,23 @@ def comes_of_stop(error: BaseException) -> bool:
 
 
 _REPLAY = Call._run_again.__code__
+_SAVE_EARLY = frozenset(("rrelu", "rrelu_", "rrelu_with_noise", "rrelu_with_noise_"))
+"""Functions that save their noise before their kernel writes it."""
 
 
-_SAVED_EARLY = frozenset(("rrelu", "rrelu_", "rrelu_with_noise", "rrelu_with_noise_"))
+def goes_on(saved: Tensor, frame: FrameType, function: Function) -> bool:
+    """Whether Stop does not end a replay when ``frame`` has saved the last tensor, ``saved``: if the kernel that writes
+    it is still to run; or if ``function`` only returns from here on, so that Stop need not end its replay."""
+    return not _SAVE_EARLY.isdisjoint(frame.f_code.co_names) or _only_returns(saved, frame, function)
 
 
-def ends_with(saved: Tensor, frame: FrameType, function: Function) -> bool:
-    """Whether ``function`` only returns from here on, so that Stop need not end its replay: an exception that passes
-    through C++ takes as long as ten tiny operations.
+def _only_returns(saved: Tensor, frame: FrameType, function: Function) -> bool:
+    """Whether ``function`` only returns from here on: an exception that passes through C++ takes as long as ten tiny
+    operations.
 
     ``frame``, whose operation made ``saved`` and now saves it, must be the frame of ``function`` that the replay has
-    called, and return what the operation gives: no other operation and no statement would follow. rrelu goes on, too:
-    it saves its noise before its kernel writes it.
+    called, and return what the operation gives: no other operation and no statement would follow.
     """
-    if not _SAVED_EARLY.isdisjoint(frame.f_code.co_names):
-        return True
     called_function = function.__func__ if isinstance(function, MethodType) else function
     caller = frame.f_back
     return (

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from torchckpt.modules import name_of
-from torchckpt.regions.core.call import Call, Stop, comes_of_stop, ends_with
+from torchckpt.regions.core.call import Call, Stop, comes_of_stop, goes_on
 from torchckpt.regions.core.difference import Difference, compiled_anew, differs
 from torchckpt.regions.core.kept import KeptCalls
 from torchckpt.regions.core.options import Options
@@ -224,7 +224,7 @@ class Frame:
                         different.append(Difference(slots[place], tensor, place_of(sys._getframe(1))))
                         return saved
                 fresh.append((saved, saved._version))
-                if place + 1 < total or not stops or ends_with(tensor, sys._getframe(1), call.function):
+                if place + 1 < total or not stops or goes_on(tensor, sys._getframe(1), call.function):
                     return saved
             elif checked and not stops:
                 different.append(Difference(None, tensor, place_of(sys._getframe(1))))

@@ -1,9 +1,8 @@
 """Ambient state: the thread's settings and random numbers, which a replay must find as the forward found them.
 
 The *settings* are autocast, the default dtype and device, inference mode, the compiler's stance, and whether subclasses
-of Tensor see functions. A replay enters
-only those that differ from the settings of its own thread. The *random numbers* are states of generators. A replay sets
-them, and puts the states that it found back at its end.
+of Tensor see functions. A replay enters only those that differ from the settings of its own thread. The *random
+numbers* are states of generators. A replay sets them, and puts the states that it found back at its end.
 """
 from __future__ import annotations
 
