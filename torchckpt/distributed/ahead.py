@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ from torchckpt.distributed.runtime import Runtime
 from torchckpt.errors import RegionError, ScheduleError
 from torchckpt.measuring.record import Record
 from torchckpt.modules import module_of
-from torchckpt.planning import Action, Choice, Kind, Schedule, Stage, State, Timeline
+from torchckpt.planning import Action, Choice, Kind, Schedule, Stage, State, Timeline, to_csv
 from torchckpt.planning.order.schedule import Visit
 from torchckpt.planning.step.measured import measured_timeline
 from torchckpt.planning.step.quickest import quickest_of
@@ -49,8 +50,8 @@ __all__ = ["MEASURED_STEPS", "SAME", "Frames", "RecomputeAhead"]
 MEASURED_STEPS = 4
 """With ``costs="measured"``: the steps before recomputes move to where the costs put them. The first is warm-up."""
 
-SAME = "budget or plan"
-"""What all ranks must have the same of: with it, they exchange what they measured."""
+SAME = "arguments"
+"""What all ranks must have the same of: by them, they exchange what they measured."""
 
 
 class RecomputeAhead(Runtime):
@@ -155,8 +156,10 @@ class RecomputeAhead(Runtime):
 
     def _told(self) -> tuple[str, str]:
         """A key that is equal on all ranks that will exchange the same, and its name in an error."""
-        text = "costs='measured'" if self._is_measuring else "neither"
-        return text, text
+        order = to_csv(self.schedule)
+        shown = f"segments={self._segments}, {len(self._exempt)} exempt visits, {self.schedule.name} with R in order "
+        shown += f"{crc32(order.encode()):08x}" + (", costs='measured'" if self._is_measuring else "")
+        return repr((shown, sorted(self._exempt), order)), shown
 
     def _stepped(self) -> None:
         self._record.end()

@@ -88,7 +88,7 @@ class RecomputeWithin(RecomputeAhead):
         return self._phase.plan if isinstance(self._phase, Following) else None
 
     def timeline(self) -> Timeline:
-        if isinstance(self._phase, Measuring):
+        if isinstance(self._phase, Measuring) or not self._record.steps:
             return super().timeline()
         return self._planned_timeline(self._phase, self._measured("timeline()"))[0]
 
@@ -100,11 +100,12 @@ class RecomputeWithin(RecomputeAhead):
         Raises:
             ScheduleError: as :meth:`timeline`; or no step has followed a plan yet.
         """
-        if isinstance(self._phase, Measuring):
+        is_measured = self._before is not None
+        if isinstance(self._phase, Measuring) or (is_measured and not self._record.steps):
             raise ScheduleError(
                 f"no step has followed a plan yet: it is made of the first {FIRST_STEPS}\n"
-                f"  received: report() after {self._steps}\n  works:    print(schedule.report()) after step "
-                f"{FIRST_STEPS + 1}"
+                f"  received: report() after {FIRST_STEPS if is_measured else self._steps}\n"
+                f"  works:    print(schedule.report()) after step {FIRST_STEPS + 1}"
             )
         measured = self._measured("report()")
         fitted, steps = self._phase.fitted, tuple(map(_seconds_of, measured.spans))
@@ -309,7 +310,7 @@ class RecomputeWithin(RecomputeAhead):
                 blocks = [replace(x, moved_bytes=min(amount, x.saved_bytes)) for x, amount in zip(blocks, sent)]
             self._counted[stage] = replace(counted, blocks=tuple(blocks))
         with together("make a plan of the measured steps"), self._record.device_current():
-            measured = self._gathered(None)
+            measured = self._before = self._gathered(None)
             link = None if phase.host_bytes is None else self._measured_link(phase.host_bytes[self.rank])
             return phase.planned(measured, self._any_tied, self.pairs, link)
 

@@ -110,6 +110,9 @@ def report_of_rank(rank, cases):
     report["none"] = attempted(step_with, {"budget": "1GB"} if rank else {})
     report["plan or none"] = attempted(step_with, {} if rank else {"plan": all_late("Schedule1F1B", 2)})
     report["costs"] = attempted(step_with, {} if rank else {"costs": "measured"})
+    report["segments"] = attempted(step_with, {"segments": 1} if rank else {})
+    report["exempt"] = attempted(step_with, {"exempt": "none"} if rank else {})
+    report["visits"] = attempted(step_with, {"exempt": [(0, rank)]})
     report["least"] = attempted(step_with, {"budget": 1000})
     return report
 
@@ -336,6 +339,10 @@ def test_there_is_no_report_before_a_step_of_the_plan():
     )
     with pytest.raises(ScheduleError, match=f"^{re.escape(text)}$"):
         schedule.report()
+    schedule = step_with({"budget": "1GB"}, 4, "ScheduleGPipe")
+    assert schedule.timeline().step_seconds > 0
+    with pytest.raises(ScheduleError, match="^no step has followed a plan yet: .*\n  received: report\\(\\) after 4\n"):
+        schedule.report()
 
 
 # faults ---------------------------------------------------------------------------------------------------------------
@@ -367,7 +374,7 @@ def test_all_ranks_hear_of_a_budget_below_the_least(reported):
 
 def test_ranks_that_disagree_on_the_budget(reported):
     for report in reported:
-        assert "have the same budget or plan\n  received: budget='2GB' on rank 0, budget='1GB'" in (
+        assert "have the same arguments\n  received: budget='2GB' on rank 0, budget='1GB'" in (
             report["budgets"]
         )
 
@@ -379,22 +386,25 @@ def test_budgets_that_are_written_otherwise_are_the_same(reported):
 @pytest.mark.parametrize(
     ("what", "received"),
     [
-        ("none", "neither on rank 0, budget='1GB' on rank 1"),
-        ("plan or none", r"plan \w{16} on rank 0, neither on rank 1"),
-        ("costs", "costs='measured' on rank 0, neither on rank 1"),
+        ("none", "segments=None, 5 exempt visits, .* on rank 0, budget='1GB' on rank 1"),
+        ("plan or none", r"plan \w{16} on rank 0, segments=None, 5 exempt visits, .* on rank 1"),
+        ("costs", ".*1f1b with R in order .*, costs='measured' on rank 0, segments=None, 5 exempt visits, .* on rank 1"),
+        ("segments", "segments=None, 5 exempt visits, .* on rank 0, segments=1, 0 exempt visits, .* on rank 1"),
+        ("exempt", "segments=None, 5 exempt visits, .* on rank 0, segments=None, 0 exempt visits, .* on rank 1"),
+        ("visits", r".*1f1b with R in order (\w{8}) on rank 0, .*1f1b with R in order (?!\1)\w{8} on rank 1"),
     ],
 )
-def test_ranks_of_which_one_has_nothing_to_plan(reported, what, received):
-    """They would wait for each other until the group's timeout."""
+def test_ranks_that_would_wait_for_each_other(reported, what, received):
+    """Until the group's timeout, in a step or in report()."""
     for report in reported:
-        text = f"ScheduleError: the ranks do not have the same budget or plan\n  received: {received}\n  works:    "
+        text = f"ScheduleError: the ranks do not have the same arguments\n  received: {received}\n  works:    "
         assert re.search(text, report[what])
 
 
 def test_ranks_that_disagree_on_the_plan(reported):
     for report in reported:
         assert re.search(
-            r"ScheduleError: the ranks do not have the same budget or plan\n  received: plan \w{16} on rank 0, "
+            r"ScheduleError: the ranks do not have the same arguments\n  received: plan \w{16} on rank 0, "
             r"plan \w{16} on rank 1\n  works:    recompute_ahead\(\) with the same arguments on every rank",
             report["plans"],
         )
