@@ -1,6 +1,7 @@
 """The search: the best of all layouts, what fell out and why."""
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -100,6 +101,22 @@ def test_nothing_fits():
         search_layouts(MODELS["llama3-405b"], H100, BASE)
     with pytest.raises(ArgumentError, match="a host of one size"):
         search_layouts(MODEL, H100, BASE, host=Host([1, 2], out=1))
+
+
+@pytest.mark.parametrize(
+    ("values", "works"),
+    [
+        ({"pp": 2}, "gpus=4$"),  # every other layout of 2 would do
+        ({"schedule": "zero_bubble", "pp": 2, "micro_batch": 2}, "gpus=4$"),
+        ({"tp": 1, "cp": 1, "pp": 1, "dp": 1}, "devices with more memory, or other values of cp, dp, pp, tp$"),
+    ],
+)
+def test_the_number_of_gpus_that_would_do_is_that_of_the_fixed_fields(values, works):
+    base = replace(BASE, gpus=1, **values)
+    with pytest.raises(ArgumentError, match=works) as caught:
+        search_layouts(MODELS["llama3-8b"], H100, base, fixed=tuple(values))
+    if found := re.search(r"gpus=(\d+)$", str(caught.value)):
+        assert search_layouts(MODELS["llama3-8b"], H100, replace(base, gpus=int(found[1])), fixed=tuple(values)).best
 
 
 def test_a_short_sequence_is_not_split():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
@@ -129,20 +130,23 @@ def search_layouts(
     if not result.best and result.is_whole:
         raise ArgumentError(
             f"no layout fits\n  received: {model.name} on {base.gpus} {machine.device.name}: "
-            f"{result.fell_out or 'none is as the options say'}\n  works:    {_larger(model, machine, base, memory)}"
+            f"{result.fell_out or 'none is as the options say'}\n  works:    {_larger(model, machine, base, memory, fixed)}"
         )
     return result
 
 
-def _larger(model: Model, machine: Machine, base: Layout, memory: float) -> str:
-    """How many GPUs would do, in the first layout that is found."""
+def _larger(model: Model, machine: Machine, base: Layout, memory: float, fixed: Collection[str]) -> str:
+    """How many GPUs would do with the ``fixed`` fields, in the first layout that is found."""
+    least = {"micro_batch": 1, "recompute": "full"} | ({} if "chunks" in fixed else {"schedule": "1f1b"})
+    least = {name: value for name, value in least.items() if name not in fixed}
     for gpus in (base.gpus << more for more in range(1, 9)):
-        space = Space(model, replace(base, gpus=gpus, micro_batch=1), machine.network.node_devices, ("micro_batch",))
+        space = Space(model, replace(base, gpus=gpus, **least), machine.network.node_devices, {*fixed, *least})
         for layout in space.layouts():
-            is_least = layout.recompute == "full" and layout.schedule == "1f1b"
-            if is_least and not list(layout.faults(model)) and fits(Job(model, layout, machine), memory):
-                return f"gpus={gpus}"
-    return "devices with more memory"
+            with suppress(ArgumentError):  # micro-batches that do not suit the schedule
+                if not list(layout.faults(model)) and fits(Job(model, layout, machine), memory):
+                    return f"gpus={gpus}"
+    others = f", or other values of {', '.join(sorted(fixed))}" if fixed else ""
+    return f"devices with more memory{others}"
 
 
 def _bounded(
