@@ -348,6 +348,15 @@ def torch_functions():
     assert states == [True]
 
 
+def autocast_is_on():
+    assert not private.autocast_is_on()
+    for kind in ("cpu", "cuda"):
+        with torch.autocast(kind, torch.bfloat16, enabled=kind == "cpu" or torch.cuda.is_available()):
+            assert private.autocast_is_on() == torch.is_autocast_enabled(kind)
+            with torch.autocast(kind, enabled=False):
+                assert not private.autocast_is_on()
+
+
 def is_exporting():
     class Adds(nn.Module):
         def forward(self, x):
@@ -511,6 +520,7 @@ COUNTERPARTS = {
     "after_backward": after_backward,
     "alive": alive,
     "apply_of": apply_of,
+    "autocast_is_on": autocast_is_on,
     "batch_norm_layer": batch_norm_layer,
     "bytes_now": bytes_now,
     "caching_mode": selective_forward,

@@ -31,6 +31,7 @@ __all__ = [
     "after_backward",
     "alive",
     "apply_of",
+    "autocast_is_on",
     "batch_norm_layer",
     "bytes_now",
     "caching_mode",
@@ -85,6 +86,8 @@ try:
         _push_on_torch_dispatch_stack,
         _storage_Use_Count,
     )
+    from torch._C import _is_any_autocast_enabled as autocast_is_on  # torch.is_autocast_enabled, on all devices
+    from torch._C import _is_torch_function_enabled as torch_functions_are_seen  # by subclasses; no public form
     from torch._C import _len_torch_dispatch_stack as dispatch_modes_are_active  # TorchDispatchMode; no public form
     from torch._C import _len_torch_function_stack as modes_are_active  # a torch.device context is a mode on that stack
     from torch._C import _set_grad_enabled as set_grad_enabled  # torch.set_grad_enabled
@@ -278,11 +281,6 @@ def _exchange_modes(old: list[Any], new: list[Any]) -> None:
         _pop_torch_dispatch_stack(None)
     for mode in new:
         _push_on_torch_dispatch_stack(mode)
-
-
-def torch_functions_are_seen() -> bool:
-    """Whether subclasses of Tensor see the functions that are called with them (``__torch_function__``)."""
-    return bool(torch._C._is_torch_function_enabled())
 
 
 def with_torch_functions(seen: bool) -> AbstractContextManager[None]:

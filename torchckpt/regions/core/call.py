@@ -256,26 +256,23 @@ _SAVE_EARLY = frozenset(("rrelu", "rrelu_", "rrelu_with_noise", "rrelu_with_nois
 
 def goes_on(saved: Tensor, frame: FrameType, function: Function) -> bool:
     """Whether Stop does not end a replay when ``frame`` has saved the last tensor, ``saved``: if the kernel that writes
-    it is still to run; or if ``function`` only returns from here on, so that Stop need not end its replay."""
-    return not _SAVE_EARLY.isdisjoint(frame.f_code.co_names) or _only_returns(saved, frame, function)
+    it is still to run; or if ``function`` only returns from here on: an exception that passes through C++ takes as long
+    as ten tiny operations.
 
-
-def _only_returns(saved: Tensor, frame: FrameType, function: Function) -> bool:
-    """Whether ``function`` only returns from here on: an exception that passes through C++ takes as long as ten tiny
-    operations.
-
-    ``frame``, whose operation made ``saved`` and now saves it, must be the frame of ``function`` that the replay has
-    called, and return what the operation gives: no other operation and no statement would follow.
+    Then ``frame``, whose operation made ``saved`` and now saves it, is the frame of ``function`` that the replay has
+    called, and returns what the operation gives: no other operation and no statement would follow.
     """
-    called_function = function.__func__ if isinstance(function, MethodType) else function
-    caller = frame.f_back
+    code = frame.f_code
+    if not _SAVE_EARLY.isdisjoint(code.co_names):
+        return True
+    called_function = function.__func__ if type(function) is MethodType else function
     return (
-        isinstance(called_function, FunctionType)
-        and frame.f_code is called_function.__code__
-        and caller is not None
-        and caller.f_code is _REPLAY  # not a call of the function by itself
-        and _returns_next(frame.f_code, frame.f_lasti)
+        type(called_function) is FunctionType
+        and code is called_function.__code__
         and is_of_newest_node(saved)  # not an input of an operation that has not run yet
+        and (caller := frame.f_back) is not None
+        and caller.f_code is _REPLAY  # not a call of the function by itself
+        and _returns_next(code, frame.f_lasti)
     )
 
 

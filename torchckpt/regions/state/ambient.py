@@ -25,6 +25,7 @@ from torchckpt.regions.devices import accelerator_type
 from torchckpt.regions.flags import local
 from torchckpt.regions.private import (
     DispatchMode,
+    autocast_is_on,
     compiler_stance,
     dispatch_modes_are_active,
     modes_are_active,
@@ -69,9 +70,10 @@ Settings: TypeAlias = tuple[
 
 def settings() -> Settings:
     """The settings of this thread, now."""
-    accelerator = accelerator_type()
+    is_cast = autocast_is_on()
+    accelerator = accelerator_type() if is_cast else None
     return (
-        get_autocast_dtype("cpu") if is_autocast_enabled("cpu") else None,
+        get_autocast_dtype("cpu") if is_cast and is_autocast_enabled("cpu") else None,
         get_autocast_dtype(accelerator) if accelerator and is_autocast_enabled(accelerator) else None,
         is_autocast_cache_enabled(),
         get_default_dtype(),

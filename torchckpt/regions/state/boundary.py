@@ -50,9 +50,9 @@ class Boundary:
         self._leaves: list[Any] = []
         for leaf in leaves:
             if isinstance(leaf, Tensor):
-                if id(leaf) not in inputs:
-                    inputs[id(leaf)] = Input(leaf, hooks)
-                leaf = inputs[id(leaf)]
+                tensor, key = leaf, id(leaf)
+                if (leaf := inputs.get(key)) is None:
+                    leaf = inputs[key] = Input(tensor, hooks)
             self._leaves.append(leaf)
 
     def arguments(
@@ -67,9 +67,9 @@ class Boundary:
         leaves = []
         for leaf in self._leaves:
             if type(leaf) is Input:
-                if leaf not in tensors:
-                    tensors[leaf] = leaf.unpack(whose)
-                leaf = tensors[leaf]
+                held = leaf
+                if (leaf := tensors.get(held)) is None:
+                    leaf = tensors[held] = held.unpack(whose)
             leaves.append(leaf)
         args, kwargs = (leaves, {}) if self.spec is None else pytree.tree_unflatten(leaves, self.spec)
         return args, kwargs, tensors.values()
