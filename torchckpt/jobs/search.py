@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torchckpt.errors import ArgumentError, Fault, brief, called, raise_fault
 from torchckpt.jobs.job import Job
@@ -128,16 +128,15 @@ def search_layouts(
     except KeyboardInterrupt:
         pass
     if not result.best and result.is_whole:
-        raise ArgumentError(
-            f"no layout fits\n  received: {model.name} on {base.gpus} {machine.device.name}: "
-            f"{result.fell_out or 'none is as the options say'}\n  works:    {_larger(model, machine, base, memory, fixed)}"
-        )
+        why, works = result.fell_out or "none is as the options say", _larger(model, machine, base, memory, fixed)
+        received = f"{model.name} on {base.gpus} {machine.device.name}: {why}"
+        raise_fault(Fault("no layout fits", received, works))
     return result
 
 
 def _larger(model: Model, machine: Machine, base: Layout, memory: float, fixed: Collection[str]) -> str:
     """How many GPUs would do with the ``fixed`` fields, in the first layout that is found."""
-    least = {"micro_batch": 1, "recompute": "full"} | ({} if "chunks" in fixed else {"schedule": "1f1b"})
+    least: dict[str, Any] = {"micro_batch": 1, "recompute": "full"} | ({} if "chunks" in fixed else {"schedule": "1f1b"})
     least = {name: value for name, value in least.items() if name not in fixed}
     for gpus in (base.gpus << more for more in range(1, 9)):
         space = Space(model, replace(base, gpus=gpus, **least), machine.network.node_devices, {*fixed, *least})

@@ -341,7 +341,7 @@ def test_there_is_no_report_before_a_step_of_the_plan():
         schedule.report()
     schedule = step_with({"budget": "1GB"}, 4, "ScheduleGPipe")
     assert schedule.timeline().step_seconds > 0
-    with pytest.raises(ScheduleError, match="^no step has followed a plan yet: .*\n  received: report\\(\\) after 4\n"):
+    with pytest.raises(ScheduleError, match=r"^no step has followed a plan yet: .*\n  received: report\(\) after 4\n"):
         schedule.report()
 
 
@@ -388,7 +388,7 @@ def test_budgets_that_are_written_otherwise_are_the_same(reported):
     [
         ("none", "segments=None, 5 exempt visits, .* on rank 0, budget='1GB' on rank 1"),
         ("plan or none", r"plan \w{16} on rank 0, segments=None, 5 exempt visits, .* on rank 1"),
-        ("costs", ".*1f1b with R in order .*, costs='measured' on rank 0, segments=None, 5 exempt visits, .* on rank 1"),
+        ("costs", ".* in order .*, costs='measured' on rank 0, segments=None, 5 exempt visits, .* on rank 1"),
         ("segments", "segments=None, 5 exempt visits, .* on rank 0, segments=1, 0 exempt visits, .* on rank 1"),
         ("exempt", "segments=None, 5 exempt visits, .* on rank 0, segments=None, 0 exempt visits, .* on rank 1"),
         ("visits", r".*1f1b with R in order (\w{8}) on rank 0, .*1f1b with R in order (?!\1)\w{8} on rank 1"),
