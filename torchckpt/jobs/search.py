@@ -136,7 +136,8 @@ def search_layouts(
 
 def _larger(model: Model, machine: Machine, base: Layout, memory: float, fixed: Collection[str]) -> str:
     """How many GPUs would do with the ``fixed`` fields, in the first layout that is found."""
-    least: dict[str, Any] = {"micro_batch": 1, "recompute": "full"} | ({} if "chunks" in fixed else {"schedule": "1f1b"})
+    one_stage_each = {} if "chunks" in fixed else {"schedule": "1f1b"}
+    least: dict[str, Any] = {"micro_batch": 1, "recompute": "full", **one_stage_each}
     least = {name: value for name, value in least.items() if name not in fixed}
     for gpus in (base.gpus << more for more in range(1, 9)):
         space = Space(model, replace(base, gpus=gpus, **least), machine.network.node_devices, {*fixed, *least})
