@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 import sys
 import weakref
 from collections import Counter
@@ -39,16 +38,6 @@ def peak_of(step):
         live.begin()
         step()
         return live.highest()
-
-
-@pytest.fixture
-def model():
-    return Model([Wide(16, 16 * (1 + at % 4)) for at in range(6)])
-
-
-@pytest.fixture
-def x():
-    return torch.randn(8, 32, 16)
 
 
 def test_the_first_step_recomputes_everything_and_the_others_what_they_must(model, x):
@@ -416,31 +405,6 @@ def test_removed_in_the_middle_of_a_step(model, x):
         assert_equal([p.grad for p in model.parameters()], expected)
         model.zero_grad()
     assert recomputes(model, x) == 0
-
-
-def test_copies_recompute_every_call(model, x):
-    with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB"):
-        for _ in range(2):
-            recomputes(model, x)
-        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            with count_recomputes() as counted:
-                gradients(copied, x)
-            assert counted.total == 6
-        assert recomputes(model, x) == 0
-
-
-def test_a_copy_can_have_a_budget_of_its_own(model, x):
-    with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB"):
-        copied = copy.deepcopy(model)
-        with torchckpt.checkpoint_layers(copied, "layers.*", budget="70%") as handle:
-            assert [recomputes(copied, x) for _ in range(2)] == [6, 6 - len(handle.plan.kept)]
-            assert [recomputes(model, x) for _ in range(2)] == [6, 0]
-        assert recomputes(copied, x) == 0
-        again = copy.deepcopy(model)
-        torchckpt.checkpoint_layers(again, "layers.*")
-        assert recomputes(again, x) == 6
-        with pytest.raises(torchckpt.ArgumentError, match="checkpointed already"):
-            torchckpt.checkpoint_layers(again, "layers.*")
 
 
 def test_frozen_layers_in_front(model, x):

@@ -4,7 +4,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator, Sequence, Set
-from contextlib import ExitStack
 
 import torch
 from torch import nn
@@ -18,7 +17,7 @@ from torchckpt.modules import is_compiled
 from torchckpt.planning.budget import Budget, read, trouble
 from torchckpt.planning.figures import Drawn
 from torchckpt.regions.core.options import Options
-from torchckpt.regions.wrap.layers import Layers, LayersHandle, Selector, wrap_layers
+from torchckpt.regions.wrap.layers import Layers, LayersHandle, Removable, Selector, wrap_layers
 from torchckpt.regions.wrap.module import ENTER
 from torchckpt.typing import ContextFunction, DeterminismCheck
 
@@ -32,9 +31,14 @@ _LOGGER = logging.getLogger("torchckpt")
 class PlannedLayers(LayersHandle, Drawn):
     """Undoes one :func:`checkpoint_layers`, and shows the plan that is made for a budget."""
 
-    def __init__(self, layers: Layers, undo: ExitStack, steps: Steps | None = None) -> None:
-        super().__init__(layers, undo, _CALLER)
+    def __init__(self, layers: Layers, handles: Sequence[Removable], steps: Steps | None = None) -> None:
+        super().__init__(layers, handles, _CALLER)
         self._steps = steps
+
+    def remove(self) -> None:
+        if self._steps is not None:
+            self._steps.remove()
+        super().remove()
 
     @property
     def plan(self) -> LayersPlan | None:
@@ -126,15 +130,12 @@ def checkpoint_layers(
     if layers is None and isinstance(model, nn.Module) and not faults:
         layers = repeated(model)
         _LOGGER.info("%s takes %d repeated blocks: %s to %s", _CALLER, len(layers), layers[0], layers[-1])
-    chosen, undo = wrap_layers(model, [nn.Module] if layers is None else layers, every, options, faults)
+    chosen, handles = wrap_layers(model, [nn.Module] if layers is None else layers, every, options, faults)
     steps = Steps(model, KnownSteps(tuple(chosen), Limit(budget, device_memory, host)))
     for number, layer in enumerate(chosen.values()):
         layer.__dict__[ENTER] = Enter(steps, number)
-        undo.callback(layer.__dict__.pop, ENTER, None)
-    hook = model.register_forward_pre_hook(Begin(steps), with_kwargs=True)
-    undo.callback(hook.remove)
-    undo.callback(steps.remove)
-    return PlannedLayers(chosen, undo, steps)
+    handles.append(model.register_forward_pre_hook(Begin(steps), with_kwargs=True))
+    return PlannedLayers(chosen, handles, steps)
 
 
 def _budget_faults(

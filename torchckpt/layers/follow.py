@@ -83,6 +83,9 @@ class Steps:
         """The plan that was followed last; None until one was made."""
         return None if self._followed is None else self._followed.plan
 
+    def __reduce__(self) -> Any:
+        return _nothing, ()  # a copy of the model has no steps: its calls are regions
+
     def remove(self) -> None:
         """From now on run nothing. Calls that wait for their backward are not changed."""
         self._is_on = False
@@ -252,7 +255,7 @@ class Begin:
 
 
 def _nothing() -> None:
-    """What a copy of a layer has in place of its way in."""
+    """What a copy of a model has in place of its steps, and a copy of a layer in place of its way in."""
 
 
 keep_from_dynamo(Enter.__call__, Begin.__call__)

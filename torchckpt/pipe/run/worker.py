@@ -63,14 +63,16 @@ def workers(count: int) -> Iterator[RunTasks]:
     threads = [ThreadPoolExecutor(1, f"torchckpt worker {n}") for n in range(count)]
     idle = True
 
-    def as_in_caller(task: Task) -> None:
+    def as_in_caller(held: list[Task]) -> None:
+        # The pool holds its arguments a moment longer than the caller waits: not the task, and the tensors in it.
+        task = held.pop()
         with use_settings(caller_settings), torch.set_grad_enabled(graded):
             task()
 
     def run(tasks: list[tuple[int, Task]]) -> None:
         nonlocal idle
         idle = False
-        started = [threads[worker].submit(copy_context().run, as_in_caller, task) for worker, task in tasks]
+        started = [threads[worker].submit(copy_context().run, as_in_caller, [task]) for worker, task in tasks]
         try:
             wait(started)
             idle = True

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from types import UnionType
-from typing import Any, TypeAlias, TypeGuard, Union, get_origin
+from typing import Any, Protocol, TypeAlias, TypeGuard, Union, get_origin
 
 from torch import nn
 from typing_extensions import Self
@@ -15,7 +15,7 @@ from torchckpt.errors import Fault, check, kind
 from torchckpt.regions.core.options import DEFAULT, Options, check_options, shown
 from torchckpt.regions.wrap.module import Setting, as_region, module_faults
 
-__all__ = ["Layers", "LayersHandle", "Selector", "wrap_layers"]
+__all__ = ["Layers", "LayersHandle", "Removable", "Selector", "wrap_layers"]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -25,23 +25,29 @@ Layers: TypeAlias = "dict[str, nn.Module]"
 """Layers by name."""
 
 
+class Removable(Protocol):
+    """A handle, of one module or hook."""
+
+    def remove(self) -> None: ...
+
+
 class LayersHandle:
     """Undoes one ``checkpoint_layers`` or ``offload_layers``. Also a context manager, which undoes it at its end.
 
     ``names`` are those of the modules, in the order of the model. ``repr`` lists them, and ``print`` their classes too.
     """
 
-    def __init__(self, layers: Layers, undo: ExitStack, caller: str) -> None:
+    def __init__(self, layers: Layers, handles: Sequence[Removable], caller: str) -> None:
         self._caller = caller
         self.names = tuple(layers)
         self._classes = [type(layer).__name__ for layer in layers.values()]
-        self._undo: ExitStack | None = undo
+        self._handles: Sequence[Removable] | None = handles  # a copy of the model has copies of these
 
     def remove(self) -> None:
         """Make all the modules plain again. A second call does nothing."""
-        undo, self._undo = self._undo, None
-        if undo is not None:
-            undo.close()
+        handles, self._handles = self._handles, None
+        for handle in handles or ():
+            handle.remove()
 
     def __enter__(self) -> Self:
         return self
@@ -59,7 +65,7 @@ class LayersHandle:
 
     def _count(self) -> str:
         noun = "module" if len(self.names) == 1 else "modules"
-        return f"{len(self.names)} {noun}{', removed' if self._undo is None else ''}"
+        return f"{len(self.names)} {noun}{', removed' if self._handles is None else ''}"
 
 
 def wrap_layers(
@@ -68,14 +74,14 @@ def wrap_layers(
     every: int,
     setting: Setting,
     others: Iterable[Fault] = (),
-) -> tuple[Layers, ExitStack]:
+) -> tuple[Layers, list[Removable]]:
     """Make each chosen layer a module of which every call is a region.
 
     Args:
         others: faults of the call, to be told with those found here.
 
     Returns:
-        The layers by name, and what undoes it.
+        The layers by name, and the handle of each.
 
     Raises:
         ArgumentError: with all faults. Nothing is changed.
@@ -92,9 +98,9 @@ def wrap_layers(
     check(_layer_faults(chosen, verb))
     taken = dict(list(chosen.items())[::every])
     with ExitStack() as undo:
-        for layer in taken.values():
-            undo.enter_context(as_region(layer, setting))
-        return taken, undo.pop_all()
+        handles: list[Removable] = [undo.enter_context(as_region(layer, setting)) for layer in taken.values()]
+        undo.pop_all()
+    return taken, handles
 
 
 def _listed(layers: Any) -> list[Any]:

@@ -90,6 +90,7 @@ class RegionHandle(AbstractContextManager["RegionHandle"]):
         if module.__dict__.get(_OPTIONS) is not self._setting:
             return
         take(module, _Region)
+        module.__dict__.pop(ENTER, None)
         compiled: _Compiled | None = module.__dict__.pop(COMPILED, None)
         if compiled is not None:
             compiled.again(module)
