@@ -336,14 +336,11 @@ class Residual(nn.Module):
 @pytest.mark.parametrize("drops", [True, False])
 def test_gradients_that_are_there_count_once(drops):
     """In one backward of all micro-batches autograd adds up their gradients beside those that are there."""
-    shares = []
-    for _ in range(3):  # threads of the pipe may hold what a stage has done with a little longer
-        blocks = nn.Sequential(*(Residual() for _ in range(6)))
-        pipe = Pipe(blocks, balance=[3, 3], devices=["cpu", "cpu"], chunks=4, budget="90%")
-        for _ in range(6):
-            pipe(torch.randn(64, 64)).square().mean().backward()
-            if drops:
-                pipe.zero_grad()
-        shares.append(pipe.plan.recomputed_share)
-        assert max(pipe.report().measured_peak_bytes) <= max(pipe.report().budget_bytes)
-    assert min(shares) == 0
+    blocks = nn.Sequential(*(Residual() for _ in range(6)))
+    pipe = Pipe(blocks, balance=[3, 3], devices=["cpu", "cpu"], chunks=4, budget="90%")
+    for _ in range(6):
+        pipe(torch.randn(64, 64)).square().mean().backward()
+        if drops:
+            pipe.zero_grad()
+    assert pipe.plan.recomputed_share == 0
+    assert max(pipe.report().measured_peak_bytes) <= max(pipe.report().budget_bytes)

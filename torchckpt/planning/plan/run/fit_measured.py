@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import le
 from statistics import median
 
 from torchckpt.errors import BudgetInfeasible
@@ -85,6 +86,11 @@ def fitted(
     least = _recomputing_all(problem, [step.schedule for step in took], limits, beside)
     if not least.fits:
         raise _too_small(least)
+    if host is None and all(map(le, problem.keep_all.peak_bytes, limits)):
+        kept = before_pairs(summed_as_given(planned(problem.within(problem.keep_all.peak_bytes)), tied), pairs)
+        tried = Fitted(kept, limits, peaks_of(kept, beside))
+        if tried.fits and kept.step_seconds <= problem.keep_all.seconds:
+            return tried  # no try: one that recomputes where a rank waits would take as long
     best = least
     tries = _Tries(limits, _at_least(problem, [limit - taken for limit, taken in zip(limits, reserve)]))
     left, plans = _TRIES, [least.plan]
