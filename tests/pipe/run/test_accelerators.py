@@ -1,6 +1,7 @@
 """The pipeline on streams that run beside each other: on one accelerator or on two. Events say what ran when."""
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torchckpt
 from tests.accelerator import TYPE, module_of
 from tests.pipe.skips import Pop, Stash
 from tests.pipe.stages import gradients
-from torchckpt.pipe import NoChunk, WithDevice
+from torchckpt.pipe import NoChunk, Pipe, WithDevice
 from torchckpt.pipe.run import links
 from torchckpt.planning import Kind
 
@@ -301,3 +302,39 @@ def test_the_profiler_sees_the_stages_of_workers() -> None:
         pipe(torch.randn(4, 4, device=FIRST))
     seen = sorted(event.name for event in profile.events() if event.name.startswith("torchckpt::"))
     assert seen == [f"torchckpt::forward[stage={j},mb={i}]" for j in range(2) for i in range(2)]
+
+
+class Numbered(nn.Linear):
+    """Notes in which order its calls go back."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.calls, self.back = 0, []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if not torchckpt.is_recomputing():
+            y.register_hook(partial(lambda number, _: self.back.append(number), self.calls))
+            self.calls += 1
+        return y
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_two_forwards_before_one_backward_go_back_as_without_a_pipe(checkpoint: Any, stages: int) -> None:
+    def trained(pipe: Any) -> tuple[list[int], list[Tensor | None]]:
+        torch.manual_seed(0)
+        model, x = nn.Sequential(Numbered(), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()), torch.randn(16, 8, device=FIRST)
+        call = pipe(model)
+        (call(x).pow(2).mean() + (call(x) * 2).mean()).backward()
+        return model[0].back, [gradient.cpu() for gradient in gradients(model)]
+
+    def plain(model: nn.Module) -> Any:
+        model.to(FIRST)
+        return lambda x: torch.cat([model(part) for part in x.chunk(4)])
+
+    back, expected = trained(plain)
+    there = devices()[:stages]
+    found, got = trained(lambda model: Pipe(model, [4 // stages] * stages, there, chunks=4, checkpoint=checkpoint))
+    assert found == back == [7, 6, 5, 4, 3, 2, 1, 0]
+    assert all(map(torch.equal, got, expected))

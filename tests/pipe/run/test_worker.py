@@ -1,6 +1,7 @@
 """Workers: threads that raise what their stages raise, carry the caller's state, and leave nothing behind."""
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,7 @@ def raises(exception: BaseException) -> Any:
 def test_any_exception_reaches_the_caller_with_its_traceback_and_leaves_no_thread(
     kind: type[BaseException], threads: bool
 ) -> None:
+    run([nn.Linear(2, 2), nn.Linear(2, 2)], torch.ones(4, 2), threads)  # the workers of this thread
     before = set(threading.enumerate())
     with pytest.raises(kind) as raised:
         run([nn.Linear(2, 2), Calls(raises(kind("why")))], torch.ones(4, 2), threads)
@@ -344,10 +347,67 @@ def test_tasks_in_the_caller_run_in_order() -> None:
     assert order == [2, 0, 1]
 
 
-def test_workers_end_with_their_block() -> None:
-    before = set(threading.enumerate())
-    with workers(3) as start:
-        names: list[str] = []
-        start([(stage, lambda: names.append(threading.current_thread().name)) for stage in range(3)])
-        assert sorted(names) == [f"torchckpt worker {stage}_0" for stage in range(3)]
-    assert set(threading.enumerate()) <= before  # one of a test before may have ended
+def threads_of(count: int) -> set[threading.Thread]:
+    """The workers of this thread."""
+    found: set[threading.Thread] = set()
+    with workers(count) as start:
+        start([(stage, lambda: found.add(threading.current_thread())) for stage in range(count)])
+    return found
+
+
+def test_workers_are_those_of_the_calling_thread_and_end_with_it() -> None:
+    own: list[set[threading.Thread]] = []
+    thread = threading.Thread(target=lambda: own.extend([threads_of(2), threads_of(3)]))
+    thread.start()
+    thread.join(60)
+    first, second = own
+    assert [len(first), len(second)] == [2, 3]
+    assert first < second
+    assert not second & threads_of(3)
+    for worker in second:
+        worker.join(60)
+    assert not any(worker.is_alive() for worker in second)
+
+
+def test_workers_that_an_interrupt_left_at_work_are_not_used_again() -> None:
+    goes_on, left = threading.Event(), threads_of(1)
+
+    def waits() -> None:
+        goes_on.wait(60)
+
+    def interrupted() -> None:
+        before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        try:
+            with workers(1) as start:
+                start([(0, waits)])
+        finally:
+            signal.signal(signal.SIGALRM, before)
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert not threads_of(1) & left
+    goes_on.set()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_has_workers_of_its_own() -> None:
+    threads_of(2)
+    child = os.fork()
+    if not child:  # a thread that is not there would run no task
+        signal.alarm(60)
+        os._exit(len(threads_of(2)))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+
+
+def test_a_task_is_gone_when_its_caller_goes_on() -> None:
+    def use(x: Tensor) -> None:
+        x.sin()
+
+    for _ in range(100):
+        x = torch.ones(2)
+        alive = weakref.ref(x)
+        with workers(1) as start:
+            start([(0, partial(use, x))])
+            del x
+            assert alive() is None

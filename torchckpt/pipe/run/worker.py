@@ -1,9 +1,13 @@
 """Workers: one thread for each device, which launches the work of that device.
 
-They exist for one forward; ``Pipe.step`` has none.
+They are those of the calling thread, from its first forward on; ``Pipe.step`` has none. Autograd numbers the nodes that
+a thread makes, and a backward runs those with larger numbers first. So where one backward has two forwards, that of the
+later one runs first, as without a pipe: new threads would number both from zero.
 """
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -51,16 +55,36 @@ def is_bound_to_caller() -> bool:
     )
 
 
+class _Own(threading.local):
+    def __init__(self) -> None:
+        self.threads: list[ThreadPoolExecutor] = []
+
+    def first(self, count: int) -> list[ThreadPoolExecutor]:
+        missing = range(len(self.threads), count)
+        self.threads += [ThreadPoolExecutor(1, f"torchckpt worker {number}") for number in missing]
+        return self.threads[:count]
+
+    def drop(self) -> None:
+        """Each ends after its current task."""
+        threads, self.threads = self.threads, []
+        for thread in threads:
+            thread.shutdown(wait=False, cancel_futures=True)
+
+
+_own = _Own()
+os.register_at_fork(after_in_child=_own.__init__)  # type: ignore[misc]  # a child has none of its parent's threads
+
+
 @contextmanager
 def workers(count: int) -> Iterator[RunTasks]:
-    """Start ``count`` threads, each of which runs its tasks in order, until the end of the block.
+    """Have ``count`` threads, each of which runs its tasks in order, until the end of the block.
 
     Tasks see the caller's grad mode, autocast, default dtype and device, and context variables. If tasks raise, the
     first exception is raised in the caller, with its traceback, after all tasks of the same call have ended. If the
     caller is interrupted, it does not wait for the threads: each ends after its current task.
     """
     caller_settings, graded = settings(), torch.is_grad_enabled()
-    threads = [ThreadPoolExecutor(1, f"torchckpt worker {n}") for n in range(count)]
+    threads = _own.first(count)
     idle = True
 
     def as_in_caller(held: list[Task]) -> None:
@@ -84,8 +108,8 @@ def workers(count: int) -> Iterator[RunTasks]:
     try:
         yield run
     finally:
-        for thread in threads:
-            thread.shutdown(wait=idle, cancel_futures=True)
+        if not idle:
+            _own.drop()
 
 
 def _raise_from(future: Future[None]) -> None:
