@@ -23,7 +23,7 @@ from torchckpt.planning.budget import Bytes, bytes_per_rank
 from torchckpt.planning.order.schedule import Visit
 from torchckpt.planning.plan import PipelinePlan
 from torchckpt.planning.plan.figures import WholeStep
-from torchckpt.planning.plan.run.extra_memory import MeasuredStep
+from torchckpt.planning.plan.run.extra_memory import MeasuredStep, with_gradients
 from torchckpt.planning.plan.run.fit_measured import Fitted, fitted
 from torchckpt.planning.plan.run.order import done_whole, summed_as_given
 from torchckpt.planning.step.memory import Level
@@ -94,9 +94,13 @@ class Measuring:
     def counts(self, step: int) -> bool:
         return step == _COUNTED or (step == _COUNTED_SPLIT and bool(self._split))
 
-    def count(self, order: Schedule, levels: _Levels) -> None:
-        """Note the levels of a step in which bytes were counted."""
-        self._counted.append((order, levels))
+    def count(self, order: Schedule, levels: _Levels, gradient_bytes: Mapping[int, float]) -> None:
+        """Note the levels of a step in which bytes were counted.
+
+        Args:
+            gradient_bytes: by stage, those that were there before the step. One that begins without them makes them.
+        """
+        self._counted.append((order, with_gradients(levels, gradient_bytes)))
 
     def planned(
         self, measured: Gathered, tied: bool, pairs: Collection[tuple[Action, Action]], link: MeasuredLink | None = None
@@ -188,8 +192,8 @@ class Following:
     def counts(self, step: int) -> bool:
         return step == _COUNTED
 
-    def count(self, order: Schedule, levels: _Levels) -> None:
-        self.levels = levels
+    def count(self, order: Schedule, levels: _Levels, gradient_bytes: Mapping[int, float]) -> None:
+        self.levels = levels  # as it was, with or without gradients
 
 
 def digest_of(plan: PipelinePlan) -> str:

@@ -48,7 +48,7 @@ from torchckpt.regions.core.scope import Scope
 from torchckpt.regions.live import LiveStorages
 from torchckpt.regions.moved.copies import copies_of, goes_from
 from torchckpt.regions.wrap.mixin import COMPILED
-from torchckpt.tensors import tensors_in
+from torchckpt.tensors import gradient_bytes, tensors_in
 
 __all__ = ["RecomputeWithin"]
 
@@ -69,6 +69,7 @@ class RecomputeWithin(RecomputeAhead):
         self._steps = 0  # of this phase
         self._any_tied = False
         self._live_bytes: LiveBytes | None = None  # of a step in which bytes are counted
+        self._gradient_bytes: dict[int, float] = {}  # by stage, those that were there before it
         self._input_shapes: tuple[Any, ...] = ()  # of what the forward of a stage was called with
         self._shapes: dict[int, tuple[Any, ...]] = {}  # by stage, of a forward
         self._refusal: CheckpointError | None = None
@@ -272,10 +273,9 @@ class RecomputeWithin(RecomputeAhead):
             copies.waits = []
             copies.arena.begin_peak()
         if self._phase.counts(self._steps):
-            # A step that begins without gradients makes them; one of a plan is shown as it was.
             gc.collect()  # what is freed in the middle of the step would count as freed by it
-            made_bytes = self._bytes_of_gradients() if isinstance(self._phase, Measuring) else 0.0
-            self._live_bytes = LiveBytes(self._record.device, not self._is_compiled(), made_bytes)
+            self._live_bytes = LiveBytes(self._record.device, not self._is_compiled())
+            self._gradient_bytes = gradient_bytes({n: x.submod.parameters() for n, x in self._stage_by_index.items()})
 
     def _run(self, order: Schedule) -> None:
         self._order, self.schedule = order, self.follow(order)
@@ -289,7 +289,7 @@ class RecomputeWithin(RecomputeAhead):
     def _end_step(self) -> None:
         self._steps += 1
         if self._live_bytes is not None:
-            self._phase.count(self.schedule, self._live_bytes.levels)
+            self._phase.count(self.schedule, self._live_bytes.levels, self._gradient_bytes)
             self._live_bytes = None
         if isinstance(self._phase, Measuring) and self._steps >= FIRST_STEPS:  # again, where an interrupt has come
             try:
@@ -344,11 +344,6 @@ class RecomputeWithin(RecomputeAhead):
         """Whether stages of this rank share parameters."""
         each = [set(stage.submod.parameters()) for stage in self._stage_by_index.values()]
         return sum(map(len, each)) > len(set().union(*each))
-
-    def _bytes_of_gradients(self) -> float:
-        parameters = {parameter for stage in self._stage_by_index.values() for parameter in stage.submod.parameters()}
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        return float(sum(gradient.numel() * gradient.element_size() for gradient in gradients))
 
     def _is_compiled(self) -> bool:
         modules = [module for stage in self._stage_by_index.values() for module in stage.submod.modules()]
