@@ -85,6 +85,21 @@ def test_all_stages_on_one_rank(name, budget):
     assert (seen["recomputed"] > 0) == (budget != "1GB")
 
 
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("is_nested", [False, True])
+@pytest.mark.parametrize("name", ["ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"])
+def test_all_of_a_share_is_what_keeping_everything_takes(name, is_nested):
+    class Around(Nested):
+        def forward(self, x):
+            return self.both(x)
+
+    make = Around if is_nested else Blocks
+    kept, share = (step_with({"budget": budget}, 6, name, make).report() for budget in ("1GB", "100%"))
+    assert share.plan.recomputed_share == kept.plan.recomputed_share == 0
+    assert share.budget_bytes == kept.planned_peak_bytes
+    assert kept.measured_peak_bytes <= kept.planned_peak_bytes
+
+
 @pytest.mark.parametrize("case", ON_TWO_RANKS, ids="-".join)
 def test_two_ranks(reported, case):
     for report in reported:

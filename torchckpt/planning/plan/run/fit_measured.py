@@ -80,13 +80,17 @@ def fitted(
     """
     beside, reserve = beside_of(took, stages), took[0].least(stages)
     problem = problem_of(schedule, stages, "100%", links, host)
-    everything = max(map(sum, zip(problem.keep_all.peak_bytes, reserve)))
-    limits = bytes_per_rank(budget, len(schedule.ranks), everything)
+    whole_peaks = [peak_bytes(problem.keep_all, rank, beside) for rank in range(len(schedule.ranks))]
+    limits = bytes_per_rank(budget, len(schedule.ranks), max(whole_peaks))
     least = _recomputing_all(problem, [step.schedule for step in took], limits, beside)
     if not least.fits:
         raise _too_small(least)
     best = least
-    tries = _Tries(limits, _at_least(problem, [limit - taken for limit, taken in zip(limits, reserve)]))
+    within = [
+        max(limit - taken, kept if limit >= whole_peak else 0.0)
+        for limit, taken, kept, whole_peak in zip(limits, reserve, problem.keep_all.peak_bytes, whole_peaks)
+    ]
+    tries = _Tries(limits, _at_least(problem, within))
     left, plans = _TRIES, [least.plan]
     while left:
         plan = before_pairs(summed_as_given(planned(problem.within(tries.within)), tied), pairs)
