@@ -55,8 +55,9 @@ _Levels: TypeAlias = Mapping[Action, Level]
 class Measuring:
     """The first steps, in which every region is recomputed.
 
-    A schedule with split backwards does whole ones until ``_COUNTED_SPLIT``. Then it does its own, and recomputes right
-    before them: what a split backward recomputes stays until its end anyway.
+    A schedule with split backwards does whole ones in ``_COUNTED`` alone. In others it does its own, and recomputes right
+    before them: what a split backward recomputes stays until its end anyway. They come first, for ``torch.compile``: a
+    backward that was whole when it was compiled frees what a split one still needs (pytorch/pytorch#139669).
 
     Raises:
         ArgumentError: ``budget`` is not a valid budget for the ranks of ``schedule``.
@@ -88,7 +89,7 @@ class Measuring:
         return self
 
     def order(self, step: int) -> Schedule:
-        self._is_whole = bool(self._split) and step < _COUNTED_SPLIT
+        self._is_whole = bool(self._split) and step == _COUNTED
         return self._whole_order if self._is_whole else self._split_order
 
     def choice(self, visit: Visit) -> State:

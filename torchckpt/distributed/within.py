@@ -8,7 +8,7 @@ inside its backward, and are measured. Steps have two phases (:mod:`torchckpt.di
                 backward recomputes the others. Weight gradients are done where the plan has them.
 
 A plan may do a split backward as a whole one, and what either takes cannot be told from the other. So a schedule with
-split backwards does whole ones in steps 0 and 1, and its own in steps 2 and 3, with R; bytes are counted in 1 and 2.
+split backwards does whole ones in step 1, and its own in the others, with R; bytes are counted in 1 and 2.
 
 Operators are watched in the steps that count bytes: these, and the second one of the plan.
 """
