@@ -55,9 +55,9 @@ _Levels: TypeAlias = Mapping[Action, Level]
 class Measuring:
     """The first steps, in which every region is recomputed.
 
-    A schedule with split backwards does whole ones in ``_COUNTED`` alone. In others it does its own, and recomputes right
-    before them: what a split backward recomputes stays until its end anyway. They come first, for ``torch.compile``: a
-    backward that was whole when it was compiled frees what a split one still needs (pytorch/pytorch#139669).
+    A schedule with split backwards does whole ones in ``_COUNTED`` alone. In others it does its own, and recomputes
+    right before them: what a split backward recomputes stays until its end anyway. They come first, for
+    ``torch.compile``: a backward that was whole when it was compiled cannot be split later (pytorch/pytorch#139669).
 
     Raises:
         ArgumentError: ``budget`` is not a valid budget for the ranks of ``schedule``.

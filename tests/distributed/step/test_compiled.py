@@ -87,7 +87,7 @@ def trained(make, prepare, backend=None):
 
 @pytest.mark.skipif(OLD, reason="torch 2.11 alone: gloo cannot send to itself")
 def test_split_backwards_of_compiled_blocks_within_a_budget():
-    """A backward that is whole when AOTAutograd compiles it cannot be split later. torch's search for shapes has one."""
+    """A backward that is whole when AOTAutograd compiles it, as in torch's search for shapes, cannot be split later."""
     static = torch.zeros(ROWS, SIZE, requires_grad=True)
 
     def drive(make, prepare):
