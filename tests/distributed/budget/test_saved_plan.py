@@ -8,6 +8,7 @@ import torch
 
 from tests.distributed.stages import Blocks, batch, schedule_on, stages_of, step
 from tests.settings import with_gloo
+from torchckpt.__main__ import main
 from torchckpt.distributed import recompute_ahead
 from torchckpt.planning import Block, Stage
 from torchckpt.planning.plan import PipelinePlan, plan_pipeline
@@ -37,6 +38,17 @@ def test_a_loaded_plan_whose_steps_take_more_than_it_says_is_for_another_shape()
     run(3, 32, plan=plan)
     on_paper = plan_pipeline(plan.problem.schedule, [Stage((Block(),) * 2)], "100%")
     run(3, 128, plan=on_paper)  # in units
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_the_command_prints_is_a_plan(capsys, tmp_path):
+    arguments = "--schedule gpipe --stages 1 --microbatches 4 --blocks 2 --budget 60% --json"
+    assert main(["plan", *arguments.split()]) == 0
+    path = tmp_path / "plan.json"
+    path.write_text(capsys.readouterr().out)
+    schedule = run(2, plan=path)
+    assert 0 < schedule.plan.recomputed_share < 1
+    assert run(2, plan=path.read_text()).plan == schedule.plan
 
 
 @pytest.mark.usefixtures("alone")
