@@ -21,13 +21,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from torchckpt.distributed.ahead import SAME, RecomputeAhead
-from torchckpt.distributed.faults import first_cause, raise_without_regions
+from torchckpt.distributed.faults import raise_without_regions
 from torchckpt.distributed.meeting import all_gather, check_the_same, none_failed, together
 from torchckpt.distributed.moving import AllMoved, Boundaries, Going
 from torchckpt.distributed.phases import FIRST_STEPS, Following, Measuring
@@ -143,13 +142,8 @@ class RecomputeWithin(RecomputeAhead):
         if self.is_training:
             self._agree_in_pipeline()  # then with other pipelines of the job
             self._begin_step()
-        try:
-            with self._live_bytes.entered() if self._live_bytes else nullcontext(), super().running():
-                yield
-        except (torch.OutOfMemoryError, ScheduleError) as error:
-            if isinstance(first_cause(error), torch.OutOfMemoryError):
-                raise torch.OutOfMemoryError(self._out_of_memory(error)) from error
-            raise
+        with self._live_bytes.entered() if self._live_bytes else nullcontext(), super().running():
+            yield
         if self.is_training:
             self._end_step()
 
@@ -349,14 +343,14 @@ class RecomputeWithin(RecomputeAhead):
         modules = [module for stage in self._stage_by_index.values() for module in stage.submod.modules()]
         return any(is_compiled(module) or COMPILED in module.__dict__ for module in modules)
 
-    def _out_of_memory(self, error: BaseException) -> str:
+    def _out_of_memory(self, text: str) -> str:
         steps = "the first steps, which recompute everything, take"
         works = "fewer micro-batches in flight, or smaller ones"
         if isinstance(self._phase, Following):
             fitted = self._phase.fitted
             steps = f"a step of the plan, which has {max(fitted.peak_bytes):.0f} bytes on a rank, takes"
             works = f"budget={0.9 * min(fitted.budget_bytes):.0f} or less, or {works}"
-        return f"{error}\nrecompute_ahead: {steps} more than the device has left\n  works:    {works}"
+        return f"{text}\nrecompute_ahead: {steps} more than the device has left\n  works:    {works}"
 
 
 def _seconds_of(step: Spans) -> float:
