@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import torch
 
-from torchckpt.tensors import nodes_behind, tensors_in
+from torchckpt.tensors import gradient_bytes, nodes_behind, tensors_in
 
 
 def test_tensors_come_in_the_order_of_leaves_and_as_often_as_they_stand_there():
@@ -23,3 +23,9 @@ def test_nodes_come_from_the_outputs_on_and_each_once():
     y = x.sin()
     names = [type(node).__name__ for node in nodes_behind([y.exp(), y.cos(), x])]
     assert names == ["CosBackward0", "SinBackward0", "AccumulateGrad", "ExpBackward0"]
+
+
+def test_gradients_of_a_parameter_that_stages_share_count_once():
+    own, shared, frozen = (torch.ones(size, requires_grad=size < 3) for size in (1, 2, 3))
+    (own.sum() + shared.sum()).backward()
+    assert gradient_bytes({1: [shared], 0: [own, shared, frozen], 2: []}) == {1: 8, 0: 4, 2: 0}

@@ -10,8 +10,8 @@ from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
 __all__ = [
-    "PutBack", "copy_attributes", "flop_formula", "hides_tensors", "inner_tensors", "nodes_behind", "tensors_in",
-    "tensors_of", "tensors_of_pair",
+    "PutBack", "copy_attributes", "flop_formula", "gradient_bytes", "hides_tensors", "inner_tensors", "nodes_behind",
+    "tensors_in", "tensors_of", "tensors_of_pair",
 ]
 
 PutBack: TypeAlias = Callable[[Sequence[Tensor]], Any]
@@ -29,6 +29,17 @@ def inner_tensors(tensor: Tensor) -> list[Tensor]:
         return [tensor]
     values = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
     return [inner for value in values if isinstance(value, Tensor) for inner in inner_tensors(value)]
+
+
+def gradient_bytes(stages: Mapping[int, Iterable[Tensor]]) -> dict[int, float]:
+    """The bytes on this device of the gradients that the parameters of each stage have. One that stages share counts
+    for the last of them, whose backward comes first."""
+    owners = {parameter: stage for stage in sorted(stages) for parameter in stages[stage]}
+    found = dict.fromkeys(stages, 0.0)
+    for parameter, stage in owners.items():
+        parts = [] if parameter.grad is None else inner_tensors(parameter.grad)
+        found[stage] += sum(part.numel() * part.element_size() for part in parts)
+    return found
 
 
 def tensors_of(tree: Any) -> tuple[tuple[Tensor, ...], PutBack]:

@@ -111,3 +111,11 @@ def test_a_model_counts_in_bytes(capsys, monkeypatch, arguments, what):
 
 def test_a_host_needs_a_budget(capsys):
     assert "are required: --budget" in refused(capsys, *SMALL, "--host", "40", "--host-link", "1")
+
+
+def test_there_is_no_infinity_in_json(capsys):
+    """Without the host the budget is too small, so that the rules have no bound."""
+    more = ("--blocks", "4", "--boundary", "0.3", "--budget", "30%", "--host", "40", "--host-link", "1", "--json")
+    found = json.loads(printed(capsys, *FEW, "--schedule", "1f1b", *more), parse_constant=pytest.fail)
+    assert found["same_blocks"]["bound"] is found["recompute_all"]["bound"] is None
+    assert found["bound"] <= found["step"]

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 from tests.distributed.stages import Block, Blocks, batch, schedule_on, stages_of, step
 from torchckpt import checkpoint
 from torchckpt.distributed import recompute_ahead
-from torchckpt.distributed.faults import plain_regions_refused, raise_without_regions
+from torchckpt.distributed.faults import failure_of, plain_regions_refused, raise_without_regions
 from torchckpt.errors import RegionError
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -141,3 +141,10 @@ def test_reentrant_regions_are_found_behind_what_follows_them():
 def test_without_regions(outputs):
     with pytest.raises(RegionError, match="received: stage 2, whose forward entered none"):
         raise_without_regions(2, nn.Identity(), outputs)
+
+
+def test_a_failed_step_quotes_the_reason_with_its_remedy():
+    reason = f"This backward was {'compiled ' * 30} or set donated_buffer=False"
+    assert f"received: RuntimeError: {reason}\n" in str(failure_of(RuntimeError(reason), "0 of 1", "0I0", False, ""))
+    text = str(failure_of(RuntimeError("x" * 1001 + "\nmore"), "0 of 1", "0I0", False, ""))
+    assert re.search(r"RuntimeError: x{1000}\.\.\. \(all of it in __cause__\)\n +more\n", text)

@@ -159,8 +159,7 @@ def _as_json(plan: PipelinePlan, compared: Comparison | None) -> dict[str, Any]:
         "plan": json.loads(plan.to_json()),
     }
     if plan.alone is not None:
-        alone = [seconds if math.isfinite(seconds) else None for seconds in plan.alone]
-        found |= dict(zip(("recompute_alone", "offload_alone"), alone))
+        found |= dict(zip(("recompute_alone", "offload_alone"), plan.alone))
         found |= {"host_bytes": list(plan.problem.host_bytes), "host_peak_bytes": list(plan.step.host_peak_bytes)}
     if compared is not None:
         found["schedules"] = [
@@ -192,7 +191,7 @@ def _rule_as_json(plan: PipelinePlan, rule: Rule) -> dict[str, Any]:
     recomputed = sum(block.recompute_seconds for stage in stages for block in stage.blocks[: rule.blocks])
     return {
         "blocks": rule.blocks,
-        "step": rule.step_seconds if fits else None,
+        "step": rule.step_seconds,
         "bound": asked.bound_seconds,
         "keep_all": plan.keep_all_seconds,
         "budget_bytes": list(plan.problem.budget_bytes),

@@ -161,7 +161,16 @@ def _read_csv(path: Path) -> Schedule:
 
 
 def say_json(numbers: Mapping[str, Any]) -> None:
-    say(json.dumps(numbers, indent=2))
+    """Print ``numbers`` as JSON. It has no infinity: where there is no such number, such as a bound, it has null."""
+    say(json.dumps(_finite(numbers), indent=2, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def say(text: str) -> None:

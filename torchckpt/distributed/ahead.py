@@ -26,6 +26,7 @@ from torch.profiler import record_function
 from torchckpt.distributed.counting import CountingScope
 from torchckpt.distributed.faults import (
     failure_of,
+    first_cause,
     plain_regions_refused,
     raise_without_regions,
     warn_of_compiled_regions,
@@ -109,9 +110,11 @@ class RecomputeAhead(Runtime):
                 yield
             if self.is_training:
                 self._counted |= {stage: scope.stage for stage, (_, scope) in self._counting.items()}
-        except (RegionError, ScheduleError, torch.OutOfMemoryError):
-            raise  # the ones say what to do, and loops that try again look for the last
+        except (RegionError, ScheduleError):
+            raise  # which say what to do
         except Exception as error:
+            if isinstance(first_cause(error), torch.OutOfMemoryError):  # which loops that try again look for
+                raise torch.OutOfMemoryError(self._out_of_memory(str(first_cause(error)))) from error
             is_found = self._last_action is None and any(map(finds_shapes, self._stage_by_index.values()))
             rank = f"{self.rank} of {self.pp_group_size}"
             raise failure_of(error, rank, self._last_action, is_found, self._remedy) from error
@@ -163,6 +166,10 @@ class RecomputeAhead(Runtime):
 
     def _stepped(self) -> None:
         self._record.end()
+
+    def _out_of_memory(self, text: str) -> str:
+        """The message about a step for which the device has too little memory, which ``text`` says."""
+        return text
 
     def _choice(self, visit: Visit) -> Choice | State:
         return State.KEPT if visit in self._exempt else State.EARLY

@@ -126,7 +126,7 @@ def recompute_ahead(
         BudgetInfeasible: after the fourth step, ``budget`` is below the least; it says how much that is.
         RegionError: at the first step, a stage that enters no region, or one of ``torch.utils.checkpoint``.
         ScheduleError: at a step, an action failed; it names stage, micro-batch and action, and its ``__cause__`` is
-            what was raised. Only ``torch.OutOfMemoryError`` passes as it is.
+            what was raised. Where the first cause is ``torch.OutOfMemoryError``, that is raised.
     """
     check(_schedule_faults(schedule))
     check(_numpy_faults(schedule))

@@ -155,7 +155,7 @@ def raise_without_regions(stage: int, module: nn.Module, outputs: object, is_pla
 
 GIVEN_SHAPES = "PipelineStage(module, index, stages, device, input_args=example, output_args=example)"
 
-_LINES, _LINE = 8, 240  # of the reason that a failed step quotes, and of each line of it
+_LINES, _LINE = 8, 1000  # of the reason that a failed step quotes, and of each line of it
 _ACTION = re.compile(r"(\d+)([A-Z_]+)(\d*)")
 _WORDS = {
     "F": "forward",
@@ -209,6 +209,7 @@ def first_cause(error: BaseException) -> BaseException:
 
 def _shown(error: BaseException) -> str:
     """The first lines of its message, those behind the first indented; of all of them, ranks would print pages."""
-    lines = [line.rstrip()[:_LINE] for line in str(error).strip().splitlines() if line.strip()]
+    lines = [line.rstrip() for line in str(error).strip().splitlines() if line.strip()]
+    lines = [line if len(line) <= _LINE else f"{line[:_LINE]}... (all of it in __cause__)" for line in lines]
     more = [f"({len(lines) - _LINES} more lines in __cause__)"] if len(lines) > _LINES else []
     return "\n              ".join([*lines[:_LINES], *more])

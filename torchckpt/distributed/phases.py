@@ -6,6 +6,8 @@ Between them, rank 0 makes the plan from the measurements of all processes, and 
 from __future__ import annotations
 
 import hashlib
+import math
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -18,12 +20,13 @@ from torchckpt.distributed.meeting import all_gather, broadcast, check_the_same
 from torchckpt.distributed.record import Gathered
 from torchckpt.errors import ArgumentError, CheckpointError, Fault, called, check, raise_fault
 from torchckpt.measuring.link import MeasuredLink
+from torchckpt.measuring.remembered import NEAR
 from torchckpt.planning import Action, Choice, Kind, Schedule, State, arrival, with_recompute
 from torchckpt.planning.budget import Bytes, bytes_per_rank
 from torchckpt.planning.order.schedule import Visit
 from torchckpt.planning.plan import PipelinePlan
 from torchckpt.planning.plan.figures import WholeStep
-from torchckpt.planning.plan.run.extra_memory import MeasuredStep
+from torchckpt.planning.plan.run.extra_memory import MeasuredStep, with_gradients
 from torchckpt.planning.plan.run.fit_measured import Fitted, fitted
 from torchckpt.planning.plan.run.order import done_whole, summed_as_given
 from torchckpt.planning.step.memory import Level
@@ -52,8 +55,9 @@ _Levels: TypeAlias = Mapping[Action, Level]
 class Measuring:
     """The first steps, in which every region is recomputed.
 
-    A schedule with split backwards does whole ones until ``_COUNTED_SPLIT``. Then it does its own, and recomputes right
-    before them: what a split backward recomputes stays until its end anyway.
+    A schedule with split backwards does whole ones in ``_COUNTED`` alone. In others it does its own, and recomputes
+    right before them: what a split backward recomputes stays until its end anyway. They come first, for
+    ``torch.compile``: a backward that was whole when it was compiled cannot be split later (pytorch/pytorch#139669).
 
     Raises:
         ArgumentError: ``budget`` is not a valid budget for the ranks of ``schedule``.
@@ -85,7 +89,7 @@ class Measuring:
         return self
 
     def order(self, step: int) -> Schedule:
-        self._is_whole = bool(self._split) and step < _COUNTED_SPLIT
+        self._is_whole = bool(self._split) and step == _COUNTED
         return self._whole_order if self._is_whole else self._split_order
 
     def choice(self, visit: Visit) -> State:
@@ -94,9 +98,13 @@ class Measuring:
     def counts(self, step: int) -> bool:
         return step == _COUNTED or (step == _COUNTED_SPLIT and bool(self._split))
 
-    def count(self, order: Schedule, levels: _Levels) -> None:
-        """Note the levels of a step in which bytes were counted."""
-        self._counted.append((order, levels))
+    def count(self, order: Schedule, levels: _Levels, gradient_bytes: Mapping[int, float]) -> None:
+        """Note the levels of a step in which bytes were counted.
+
+        Args:
+            gradient_bytes: by stage, those that were there before the step. One that begins without them makes them.
+        """
+        self._counted.append((order, with_gradients(levels, gradient_bytes)))
 
     def planned(
         self, measured: Gathered, tied: bool, pairs: Collection[tuple[Action, Action]], link: MeasuredLink | None = None
@@ -159,10 +167,14 @@ class Measuring:
 
 
 class Following:
-    """The steps of a plan, whose choices and order they run. The methods are those of :class:`Measuring`."""
+    """The steps of a plan, whose choices and order they run. The methods are those of :class:`Measuring`.
 
-    def __init__(self, fitted: Fitted) -> None:
-        self.fitted, self.plan = fitted, fitted.plan
+    Args:
+        is_given: whether the plan was made before, or in another run.
+    """
+
+    def __init__(self, fitted: Fitted, is_given: bool = False) -> None:
+        self.fitted, self.plan, self._is_given = fitted, fitted.plan, is_given
         self.levels: _Levels = {}
         """The levels of this rank's actions in a step of the plan; empty until they were counted."""
 
@@ -170,14 +182,17 @@ class Following:
     def of(cls, plan: PipelinePlan) -> Following:
         """The phase of a ``plan`` that was made before, or in another run."""
         summed = summed_as_given(plan)
-        return cls(Fitted(summed, *(plan.whole_step or WholeStep(plan.problem.budget_bytes, summed.peak_bytes))))
+        whole_step = plan.whole_step or WholeStep(plan.problem.budget_bytes, summed.peak_bytes)
+        return cls(Fitted(summed, *whole_step), is_given=True)
 
     def told(self) -> tuple[str, str]:
         text = f"plan {digest_of(self.plan)}"
         return text, text
 
     def agreed(self, tied: bool) -> Following:
-        return Following(replace(self.fitted, plan=summed_as_given(self.plan, tied=True))) if tied else self
+        if not tied:
+            return self
+        return Following(replace(self.fitted, plan=summed_as_given(self.plan, tied=True)), self._is_given)
 
     def order(self, step: int) -> Schedule:
         return self.plan.schedule
@@ -188,8 +203,31 @@ class Following:
     def counts(self, step: int) -> bool:
         return step == _COUNTED
 
-    def count(self, order: Schedule, levels: _Levels) -> None:
-        self.levels = levels
+    def count(self, order: Schedule, levels: _Levels, gradient_bytes: Mapping[int, float]) -> None:
+        self.levels = levels  # as it was, with or without gradients
+        for action in list(levels)[:1]:
+            rank, peak = self.plan.schedule.placement[action.stage], max(level.highest for level in levels.values())
+            if peak > NEAR * self._limit_bytes(rank):
+                warnings.warn(self._over(rank, peak), stacklevel=7)  # where the user calls step()
+
+    def _limit_bytes(self, rank: int) -> float:
+        """What a step may take. A plan that was made on paper has activations alone, in any unit."""
+        if not self._is_given:
+            return self.fitted.budget_bytes[rank]
+        return math.inf if self.plan.whole_step is None else self.plan.whole_step.peak_bytes[rank]
+
+    def _over(self, rank: int, peak: float) -> str:
+        """The text of a warning: this ``rank`` took more than it may."""
+        planned, budget = self.fitted.peak_bytes[rank], self.fitted.budget_bytes[rank]
+        rule, asked = "the plan that was given says, as one for other shapes does", "..."
+        if not self._is_given:
+            rule, asked = "its budget, and than the steps that were measured", f"{budget * budget / peak:.0f}"
+        stages = ", ".join(str(stage) for stage, of in enumerate(self.plan.schedule.placement) if of == rank)
+        return (
+            f"recompute_ahead: a step takes more than {rule}\n"
+            f"  received: rank {rank} (stages {stages}): {peak:.0f} bytes measured, {planned:.0f} planned, "
+            f"budget {budget:.0f}\n  works:    recompute_ahead(schedule, budget={asked})"
+        )
 
 
 def digest_of(plan: PipelinePlan) -> str:

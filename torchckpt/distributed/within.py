@@ -8,7 +8,7 @@ inside its backward, and are measured. Steps have two phases (:mod:`torchckpt.di
                 backward recomputes the others. Weight gradients are done where the plan has them.
 
 A plan may do a split backward as a whole one, and what either takes cannot be told from the other. So a schedule with
-split backwards does whole ones in steps 0 and 1, and its own in steps 2 and 3, with R; bytes are counted in 1 and 2.
+split backwards does whole ones in step 1, and its own in the others, with R; bytes are counted in 1 and 2.
 
 Operators are watched in the steps that count bytes: these, and the second one of the plan.
 """
@@ -21,13 +21,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from torchckpt.distributed.ahead import SAME, RecomputeAhead
-from torchckpt.distributed.faults import first_cause, raise_without_regions
+from torchckpt.distributed.faults import raise_without_regions
 from torchckpt.distributed.meeting import all_gather, check_the_same, none_failed, together
 from torchckpt.distributed.moving import AllMoved, Boundaries, Going
 from torchckpt.distributed.phases import FIRST_STEPS, Following, Measuring
@@ -48,7 +47,7 @@ from torchckpt.regions.core.scope import Scope
 from torchckpt.regions.live import LiveStorages
 from torchckpt.regions.moved.copies import copies_of, goes_from
 from torchckpt.regions.wrap.mixin import COMPILED
-from torchckpt.tensors import tensors_in
+from torchckpt.tensors import gradient_bytes, tensors_in
 
 __all__ = ["RecomputeWithin"]
 
@@ -69,6 +68,7 @@ class RecomputeWithin(RecomputeAhead):
         self._steps = 0  # of this phase
         self._any_tied = False
         self._live_bytes: LiveBytes | None = None  # of a step in which bytes are counted
+        self._gradient_bytes: dict[int, float] = {}  # by stage, those that were there before it
         self._input_shapes: tuple[Any, ...] = ()  # of what the forward of a stage was called with
         self._shapes: dict[int, tuple[Any, ...]] = {}  # by stage, of a forward
         self._refusal: CheckpointError | None = None
@@ -142,13 +142,8 @@ class RecomputeWithin(RecomputeAhead):
         if self.is_training:
             self._agree_in_pipeline()  # then with other pipelines of the job
             self._begin_step()
-        try:
-            with self._live_bytes.entered() if self._live_bytes else nullcontext(), super().running():
-                yield
-        except (torch.OutOfMemoryError, ScheduleError) as error:
-            if isinstance(first_cause(error), torch.OutOfMemoryError):
-                raise torch.OutOfMemoryError(self._out_of_memory(error)) from error
-            raise
+        with self._live_bytes.entered() if self._live_bytes else nullcontext(), super().running():
+            yield
         if self.is_training:
             self._end_step()
 
@@ -272,10 +267,9 @@ class RecomputeWithin(RecomputeAhead):
             copies.waits = []
             copies.arena.begin_peak()
         if self._phase.counts(self._steps):
-            # A step that begins without gradients makes them; one of a plan is shown as it was.
             gc.collect()  # what is freed in the middle of the step would count as freed by it
-            made_bytes = self._bytes_of_gradients() if isinstance(self._phase, Measuring) else 0.0
-            self._live_bytes = LiveBytes(self._record.device, not self._is_compiled(), made_bytes)
+            self._live_bytes = LiveBytes(self._record.device, not self._is_compiled())
+            self._gradient_bytes = gradient_bytes({n: x.submod.parameters() for n, x in self._stage_by_index.items()})
 
     def _run(self, order: Schedule) -> None:
         self._order, self.schedule = order, self.follow(order)
@@ -289,7 +283,7 @@ class RecomputeWithin(RecomputeAhead):
     def _end_step(self) -> None:
         self._steps += 1
         if self._live_bytes is not None:
-            self._phase.count(self.schedule, self._live_bytes.levels)
+            self._phase.count(self.schedule, self._live_bytes.levels, self._gradient_bytes)
             self._live_bytes = None
         if isinstance(self._phase, Measuring) and self._steps >= FIRST_STEPS:  # again, where an interrupt has come
             try:
@@ -345,23 +339,18 @@ class RecomputeWithin(RecomputeAhead):
         each = [set(stage.submod.parameters()) for stage in self._stage_by_index.values()]
         return sum(map(len, each)) > len(set().union(*each))
 
-    def _bytes_of_gradients(self) -> float:
-        parameters = {parameter for stage in self._stage_by_index.values() for parameter in stage.submod.parameters()}
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        return float(sum(gradient.numel() * gradient.element_size() for gradient in gradients))
-
     def _is_compiled(self) -> bool:
         modules = [module for stage in self._stage_by_index.values() for module in stage.submod.modules()]
         return any(is_compiled(module) or COMPILED in module.__dict__ for module in modules)
 
-    def _out_of_memory(self, error: BaseException) -> str:
+    def _out_of_memory(self, text: str) -> str:
         steps = "the first steps, which recompute everything, take"
         works = "fewer micro-batches in flight, or smaller ones"
         if isinstance(self._phase, Following):
             fitted = self._phase.fitted
             steps = f"a step of the plan, which has {max(fitted.peak_bytes):.0f} bytes on a rank, takes"
             works = f"budget={0.9 * min(fitted.budget_bytes):.0f} or less, or {works}"
-        return f"{error}\nrecompute_ahead: {steps} more than the device has left\n  works:    {works}"
+        return f"{text}\nrecompute_ahead: {steps} more than the device has left\n  works:    {works}"
 
 
 def _seconds_of(step: Spans) -> float:

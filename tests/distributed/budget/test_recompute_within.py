@@ -85,6 +85,21 @@ def test_all_stages_on_one_rank(name, budget):
     assert (seen["recomputed"] > 0) == (budget != "1GB")
 
 
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("is_nested", [False, True])
+@pytest.mark.parametrize("name", ["ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"])
+def test_all_of_a_share_is_what_keeping_everything_takes(name, is_nested):
+    class Around(Nested):
+        def forward(self, x):
+            return self.both(x)
+
+    make = Around if is_nested else Blocks
+    kept, share = (step_with({"budget": budget}, 6, name, make).report() for budget in ("1GB", "100%"))
+    assert share.plan.recomputed_share == kept.plan.recomputed_share == 0
+    assert share.budget_bytes == kept.planned_peak_bytes
+    assert kept.measured_peak_bytes <= kept.planned_peak_bytes
+
+
 @pytest.mark.parametrize("case", ON_TWO_RANKS, ids="-".join)
 def test_two_ranks(reported, case):
     for report in reported:
@@ -495,7 +510,16 @@ def test_a_step_out_of_memory_says_what_to_do(at, said):
     schedule = recompute_ahead(schedule_on(stages, "ScheduleGPipe", 4), budget="1GB")
     with pytest.raises(torch.OutOfMemoryError, match=said) as caught:
         several(schedule, stages)
-    assert "no memory is left" in str(caught.value)
+    assert str(caught.value).startswith("no memory is left\n")
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("options", [{}, {"costs": "measured"}], ids=str)
+def test_without_a_budget_it_is_the_same_error(options):
+    stages = stages_of("ScheduleGPipe", lambda stage: Full(stage, 2))
+    schedule = recompute_ahead(schedule_on(stages, "ScheduleGPipe", 4), **options)
+    with pytest.raises(torch.OutOfMemoryError, match=r"^no memory is left$"):
+        several(schedule, stages)
 
 
 # what a user does beside ----------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.distributed.stages import SIZE, batch, schedule_on, stages_of, step
+from tests.distributed.stages import OLD, ROWS, SIZE, batch, schedule_on, stages_of, step
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead
 from torchckpt.errors import RegionError
@@ -83,6 +83,23 @@ def trained(make, prepare, backend=None):
         losses += step(schedule, stages, *batch(COUNT))
     gradients = [parameter.grad for stage in stages for parameter in stage.submod.parameters()]
     return [*losses, *gradients], recomputes.total
+
+
+@pytest.mark.skipif(OLD, reason="torch 2.11 alone: gloo cannot send to itself")
+def test_split_backwards_of_compiled_blocks_within_a_budget():
+    """A backward that is whole when AOTAutograd compiles it, as in torch's search for shapes, cannot be split later."""
+    static = torch.zeros(ROWS, SIZE, requires_grad=True)
+
+    def drive(make, prepare):
+        torch.manual_seed(0)
+        name = "ScheduleInterleavedZeroBubble"
+        stages = stages_of(name, make, input_args=static, output_args=static)
+        schedule = prepare(schedule_on(stages, name, COUNT))
+        losses = [loss for _ in range(6) for loss in step(schedule, stages, *batch(COUNT))]
+        return [*losses, *(parameter.grad for stage in stages for parameter in stage.submod.parameters())]
+
+    received = drive(partial(regions_then_compile, backend="aot_eager"), partial(recompute_ahead, budget="1GB"))
+    assert all(map(torch.equal, received, drive(layers, lambda schedule: schedule)))
 
 
 SEGMENTS = pytest.param({"segments": 0}, marks=pytest.mark.slow)

@@ -64,7 +64,7 @@ def test_a_step_takes_what_is_planned(share, chunks, way):
         report.measured_peak_bytes, report.planned_peak_bytes, report.budget_bytes
     ):
         assert 0.75 * foretold <= measured <= 1.001 * foretold <= 1.002 * budget
-    assert (report.plan.recomputed_share == 0) == (share == "100%" or (share, way) == ("90%", "graph"))
+    assert (report.plan.recomputed_share == 0) == (share == "100%")
 
 
 def test_a_plan_that_took_more_is_reported_until_another_one_was_counted(monkeypatch):
@@ -207,7 +207,7 @@ def test_frozen_layers_in_front():
 
 
 def test_a_graph_that_is_kept_for_a_second_backward():
-    plain, pipe = pair("wide", "80%")
+    plain, pipe = pair("wide", "90%")
     for seed in range(4):
         found = []
         for each in (pipe, plain):
@@ -334,10 +334,26 @@ class Residual(nn.Module):
 
 
 @pytest.mark.parametrize("drops", [True, False])
+def test_a_step_of_a_plan_is_reported_as_it_was(drops):
+    """One that finds its gradients takes less than one that makes them, which the plan is for."""
+    torch.manual_seed(0)
+    pipe = Pipe(nn.Sequential(Residual(), Residual()), balance=[1, 1], devices=["cpu"] * 2, chunks=4, budget="1GB")
+    for _ in range(3):
+        pipe.step(*torch.randn(2, 64, 64), loss_fn=nn.functional.mse_loss)
+        if drops:
+            pipe.zero_grad()
+    report = pipe.report()
+    gradients = sum(x.numel() * 4 for x in pipe.parameters()) // 2  # of a stage
+    for measured, planned in zip(report.measured_peak_bytes, report.planned_peak_bytes):
+        assert (measured <= planned - gradients / 2) != drops
+        assert measured <= planned
+
+
+@pytest.mark.parametrize("drops", [True, False])
 def test_gradients_that_are_there_count_once(drops):
     """In one backward of all micro-batches autograd adds up their gradients beside those that are there."""
     blocks = nn.Sequential(*(Residual() for _ in range(6)))
-    pipe = Pipe(blocks, balance=[3, 3], devices=["cpu", "cpu"], chunks=4, budget="90%")
+    pipe = Pipe(blocks, balance=[3, 3], devices=["cpu", "cpu"], chunks=4, budget=900_000)
     for _ in range(6):
         pipe(torch.randn(64, 64)).square().mean().backward()
         if drops:

@@ -22,11 +22,13 @@ from torchckpt.pipe.partition import Stage
 from torchckpt.planning import Action, Kind, Schedule
 from torchckpt.planning import Stage as Work
 from torchckpt.planning.order.schedule import Visit
+from torchckpt.planning.plan.run.extra_memory import with_gradients
 from torchckpt.planning.step.measured import Span, Spans
 from torchckpt.planning.step.memory import Level
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.private import after_backward, put_under_modes
+from torchckpt.tensors import gradient_bytes
 from torchckpt.typing import Function
 
 __all__ = ["Count", "Counted"]
@@ -78,7 +80,8 @@ class Count:
         schedule: its ranks, each of which has stages on one device.
         counts_blocks: whether what a visit of each stage saves is counted by block. All blocks are recomputed then.
         in_graph: whether one backward has all micro-batches. Then autograd adds up their gradients beside those that
-            are there, so these do not count as if the step made them.
+            are there, so these do not count as if the step made them. Nor do they in a step of a plan, which is shown
+            as it was.
         learn: gets what was counted.
     """
 
@@ -96,9 +99,9 @@ class Count:
         self._records = [Record(device) for device in devices]
         modules = [module for stage in stages for owner in stage.modules for module in owner.modules()]
         looks = all(device.type == "cpu" for device in devices) and not any(map(is_compiled, modules))
-        ranks = range(len(devices))
-        gradients = [0.0 if in_graph else _bytes_of_gradients(stages, schedule.placement, rank) for rank in ranks]
-        self._live = [LiveBytes(device, looks, more_bytes) for device, more_bytes in zip(devices, gradients)]
+        parameters = {stage.number: [x for owner in stage.modules for x in owner.parameters()] for stage in stages}
+        self._gradient_bytes = gradient_bytes(parameters) if counts_blocks and not in_graph else {}
+        self._live = [LiveBytes(device, looks) for device in devices]
         self._watch, self._learn = watch, learn
         if looks:
             put_under_modes(watch)
@@ -157,7 +160,7 @@ class Count:
             live.reaches(None)
         for record in self._records:
             record.end()
-        levels = [live.levels for live in self._live]
+        levels = [with_gradients(live.levels, self._gradient_bytes) for live in self._live]
         blocks = tuple(self._saved[stage.number].stage for stage in self._stages) if self._saved else ()
         seconds = {stage: replays for record in self._records for stage, replays in record.replay_seconds().items()}
         self._learn(Counted(_timed(blocks, seconds), [record.spans()[-1] for record in self._records], levels))
@@ -259,11 +262,3 @@ def _last_nodes(first: Sequence[Any], before: set[Any]) -> list[Any]:
         stack += [one for one in dict.fromkeys(behind) if one not in seen]
         seen.update(behind)
     return last
-
-
-def _bytes_of_gradients(stages: Sequence[Stage], placement: Sequence[int], rank: int) -> float:
-    """Those that are there. A step that begins without gradients makes them."""
-    owners = [owner for stage in stages if placement[stage.number] == rank for owner in stage.modules]
-    parameters = {parameter for owner in owners for parameter in owner.parameters()}
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return float(sum(gradient.numel() * gradient.element_size() for gradient in gradients))

@@ -51,13 +51,16 @@ def written(plan: PlanFigures) -> str:
 
 @called("PipelinePlan.from_json()")
 def read(text: str) -> PlanFigures:
-    """Read the JSON of :func:`written`, and count it again. Its bound is that of the problem.
+    """Read the JSON of :func:`written`, or what the command ``plan`` has printed, and count it again. Its bound is that
+    of the problem.
 
     Raises:
         ArgumentError: the text has another format, or its parts contradict each other.
     """
     try:
         stored = json.loads(text)
+        if "format" not in stored and isinstance(stored.get("plan"), dict):  # what the command plan --json prints
+            stored = stored["plan"]
         if stored["format"] != _FORMAT:
             _refuse(f"format {stored['format']}")
         ranks = len(stored["budget_bytes"])

@@ -5,8 +5,8 @@ import pytest
 
 from tests.planning.plan.by_hand import actions, one_rank
 from torchckpt.planning import Action, Block, Choice, Kind, Schedule, Stage, fixed
-from torchckpt.planning.plan.run.extra_memory import ExtraMemory, MeasuredStep, peak_bytes
-from torchckpt.planning.step.memory import Level
+from torchckpt.planning.plan.run.extra_memory import ExtraMemory, MeasuredStep, peak_bytes, with_gradients
+from torchckpt.planning.step.memory import Level, Piece
 from torchckpt.planning.step.simulated import Step
 
 STAGES = [Stage((Block(saved_bytes=10.0, boundary_bytes=1.0),) * 2, after=fixed(saved_bytes=2.0))]
@@ -51,6 +51,20 @@ def test_what_was_beside():
         Action(0, Kind.BACKWARD, 1): ExtraMemory(9, -1, 4),
     }
     assert (MEASURED.peaks(), MEASURED.least(STAGES)) == ([30], [15])
+
+
+def test_gradients_that_were_there_count_from_the_first_action_that_makes_them_on():
+    """100 of stage 0, and 1000 of stage 1: a split backward makes them in its second part."""
+    order = {action: Level(10.0, 5.0, 7.0) for action in actions("0F0 1F0 1I0 1W0 0B0 0F1 1W1")}
+    found = with_gradients(order, {0: 100.0, 1: 1000.0})
+    assert [(level.highest, level.left, level.entered) for level in found.values()] == [
+        *[(10, 5, 7)] * 3, (1010, 1005, 7), (1110, 1105, 1007), *[(1110, 1105, 1107)] * 2,
+    ]  # fmt: skip
+    pieces = Piece(0, False, 4.0, 2.0), Piece(0, True, 3.0, 0.0)
+    order = {action: Level(10.0, 5.0, 7.0, pieces) for action in actions("0B0 0F1")}
+    backward, forward = with_gradients(order, {0: 100.0}).values()
+    assert backward.pieces == (Piece(0, False, 104.0, 102.0), Piece(0, True, 103.0, 100.0))
+    assert forward.pieces == (Piece(0, False, 104.0, 102.0), Piece(0, True, 3.0, 0.0))  # which is relative
 
 
 @pytest.mark.parametrize(

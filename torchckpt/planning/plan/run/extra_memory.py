@@ -20,7 +20,7 @@ from torchckpt.planning.step.simulated import Step
 from torchckpt.planning.work.block import Stage
 from torchckpt.planning.work.choice import Choices
 
-__all__ = ["ExtraMemory", "MeasuredStep", "beside_of", "peak_bytes"]
+__all__ = ["ExtraMemory", "MeasuredStep", "beside_of", "peak_bytes", "with_gradients"]
 
 
 class ExtraMemory(NamedTuple):
@@ -75,6 +75,29 @@ class MeasuredStep:
 
     def _level(self, action: Action) -> Level:
         return self.levels.get(action, Level(0.0, 0.0))
+
+
+def with_gradients(levels: Mapping[Action, Level], gradient_bytes: Mapping[int, float]) -> dict[Action, Level]:
+    """The levels of one rank, as if the step had made the gradients that were there before it: those of a stage in the
+    first action that makes any of them.
+
+    Args:
+        levels: in the order in which the actions ran.
+        gradient_bytes: by stage, of the gradients that were there.
+    """
+    made, left = 0.0, dict(gradient_bytes)
+    shifted: dict[Action, Level] = {}
+    for action, level in levels.items():
+        entered = level.entered + made
+        if action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD):
+            made += left.pop(action.stage, 0.0)
+        pieces = tuple(
+            piece if piece.is_replay and action.kind is Kind.FORWARD  # whose bytes are relative
+            else piece._replace(highest=piece.highest + made, left=piece.left + made)
+            for piece in level.pieces
+        )
+        shifted[action] = Level(level.highest + made, level.left + made, entered, pieces)
+    return shifted
 
 
 def _pieces(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import le
 from statistics import median
 
 from torchckpt.errors import BudgetInfeasible
@@ -81,26 +80,26 @@ def fitted(
     """
     beside, reserve = beside_of(took, stages), took[0].least(stages)
     problem = problem_of(schedule, stages, "100%", links, host)
-    everything = max(map(sum, zip(problem.keep_all.peak_bytes, reserve)))
-    limits = bytes_per_rank(budget, len(schedule.ranks), everything)
+    whole_peaks = [peak_bytes(problem.keep_all, rank, beside) for rank in range(len(schedule.ranks))]
+    limits = bytes_per_rank(budget, len(schedule.ranks), max(whole_peaks))
     least = _recomputing_all(problem, [step.schedule for step in took], limits, beside)
     if not least.fits:
         raise _too_small(least)
-    if host is None and all(map(le, problem.keep_all.peak_bytes, limits)):
-        kept = before_pairs(summed_as_given(planned(problem.within(problem.keep_all.peak_bytes)), tied), pairs)
-        tried = Fitted(kept, limits, peaks_of(kept, beside))
-        if tried.fits and kept.step_seconds <= problem.keep_all.seconds:
-            return tried  # no try: one that recomputes where a rank waits would take as long
     best = least
-    tries = _Tries(limits, _at_least(problem, [limit - taken for limit, taken in zip(limits, reserve)]))
+    within = [
+        max(limit - taken, kept if limit >= whole_peak else 0.0)
+        for limit, taken, kept, whole_peak in zip(limits, reserve, problem.keep_all.peak_bytes, whole_peaks)
+    ]
+    tries = _Tries(limits, _at_least(problem, within))
     left, plans = _TRIES, [least.plan]
     while left:
         plan = before_pairs(summed_as_given(planned(problem.within(tries.within)), tied), pairs)
         tried = Fitted(plan, limits, peaks_of(plan, beside))
         plans.append(plan)
-        if tried.fits and plan.step_seconds < best.plan.step_seconds:
+        is_shortest = plan.step_seconds <= problem.keep_all.seconds
+        if tried.fits and (is_shortest or plan.step_seconds < best.plan.step_seconds):
             best = tried
-        if tried.fits and plan.step_seconds <= problem.keep_all.seconds:
+        if tried.fits and is_shortest:
             break
         if not tries.go_on(problem, tried.peak_bytes):
             break

@@ -1,0 +1,36 @@
+"""Gradients that are there before a step whose bytes are counted: the plan has those that a later step makes."""
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.stages import Blocks, batch, parameters_of, schedule_on, stages_of, step
+from tests.settings import with_gloo
+from torchckpt.distributed import recompute_ahead
+
+pytestmark = with_gloo
+
+ROWS = 16  # so that gradients take a good part of the bytes
+COUNTED = 1, 2  # the second of them of split backwards alone
+
+
+def report_after(name, kept, budget):
+    """The report on a step that makes its gradients, as all do but those of which they are ``kept``."""
+    stages = stages_of(name, Blocks)
+    schedule = recompute_ahead(schedule_on(stages, name, 4), budget=budget)
+    for number in range(6):
+        for parameter in parameters_of(stages) if number not in kept else ():
+            parameter.grad = None
+        step(schedule, stages, *batch(4, ROWS))
+    return schedule.report()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("kept", [(), (1,), (2,), (1, 2)], ids=str)
+@pytest.mark.parametrize("name", ["ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"])
+def test_a_step_that_makes_its_gradients_takes_what_is_planned(name, kept):
+    report = report_after(name, kept, "1GB")
+    planned = report_after(name, (), "1GB").planned_peak_bytes
+    assert report.measured_peak_bytes <= report.planned_peak_bytes
+    assert planned <= report.planned_peak_bytes
+    report = report_after(name, kept, report.planned_peak_bytes[0] * 0.97)  # something is recomputed then
+    assert report.measured_peak_bytes <= report.planned_peak_bytes <= report.budget_bytes
