@@ -98,18 +98,19 @@ class Counter:
         """Those in which forwards have communicated."""
         if looks and not self._live.allocator:
             put_under_modes(self._watch)
-        weakref.finalize(self, self._watch.stop)
+        self._stop = weakref.finalize(model, self._watch.stop)  # which the thread holds, and it holds this counter
+        self._stop.atexit = False
         self._watch.live = self._live
         self._live.include(gathered)
         parameters = [] if self._live.allocator else [*model.parameters()]
         is_sharded = any(hasattr(parameter, "device_mesh") for parameter in parameters)
-        self._model, self._sharded = model, parameters if is_sharded else []
+        self._model, self._sharded = weakref.ref(model), parameters if is_sharded else []
         self._live.begin()
         self._note(Kind.STEP)
 
     def stop(self) -> None:
         """Watch no more."""
-        self._watch.stop()
+        self._stop()
 
     def note(self, call: int, tensor: Tensor) -> None:
         """Note the storages of a tensor that the frame of a call drops."""
@@ -162,10 +163,11 @@ class Counter:
             self._live.note([tensor for saved in frame.recomputed for tensor, _ in saved])
         self._note(Kind.BACKWARD, call)
 
-    def backward(self, call: int) -> None:
-        """Note that the backward of a call that was kept begins."""
+    def backward(self, call: int, is_kept: bool) -> None:
+        """Note that a backward reaches a call, which begins where the call was kept; else its replay may come first."""
         self._in_backward()
-        self._note(Kind.BACKWARD, call)
+        if is_kept:
+            self._note(Kind.BACKWARD, call)
 
     @property
     def is_complete(self) -> bool:
@@ -185,7 +187,8 @@ class Counter:
         return _took(moments, key, self._inner, self._boundary, self._again, self._late)
 
     def _note(self, kind: Kind, call: int = -1) -> None:
-        parameters = zip(self._sharded, self._model.parameters())
+        model = self._model() if self._sharded else None
+        parameters = () if model is None else zip(self._sharded, model.parameters())
         self._live.note([now for before, now in parameters if now is not before])  # gathered where nobody sees it
         highest = self._live.highest()
         self._live.begin()

@@ -14,7 +14,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -86,8 +85,8 @@ class Steps:
     def remove(self) -> None:
         """From now on run nothing. Calls that wait for their backward are not changed."""
         self._is_on = False
-        if self.step is not None and self.step.counter is not None:
-            self.step.counter.stop()
+        if self.step is not None:
+            self.step.uncounted()
         self.step = None
 
     def model_called(self, model: nn.Module, args: Any, kwargs: Any) -> None:
@@ -123,16 +122,14 @@ class Steps:
         refuse_transforms()
         shapes, step.model = (step.model, *own), ()
         call, counter, is_kept = step.calls, step.counter, step.keeps(shapes)
-        note = partial(counter.backward, call) if counter is not None and is_kept else None
         if step.driven is not None:
             step.driven.reaches((Kind.FORWARD, call))
-            note = partial(step.goes_back, call, note)
         with PLAIN if counter is None else counter.forward(call, (args, kwargs)):
             outputs = step.run(call, is_kept, function, args, kwargs, options)
         if step.is_learned and counter is not None:
             counter.stay(call, outputs)
         step.hides |= step.is_learned and any(map(hides_tensors, tree_leaves((args, kwargs, outputs))))
-        return step.marked_with(outputs, call, note)
+        return step.marked_with(outputs, call, is_kept)
 
     def _begin(self, first: Shapes, device: torch.device) -> Step:
         """Begin a step whose first call has these shapes, or begins with them."""
@@ -186,17 +183,17 @@ class Steps:
         order = tuple(step.order)
         if len(step.known) == 1 and not step.has_failed and step.known[0].is_otherwise(step.calls, order):
             self._uncertain[step.first] = _AGAIN + min(step.known[0].steps, _MOST_AGAIN)
-        if step.counter is None:
+        counter = step.uncounted()
+        if counter is None:
             return
-        step.counter.stop()
-        if not step.counter.groups <= self._groups:
-            self._groups, self._agreement = self._groups | step.counter.groups, None
-        if not step.counter.is_complete or not 0 < step.calls < MOST_CALLS:
+        if not counter.groups <= self._groups:
+            self._groups, self._agreement = self._groups | counter.groups, None
+        if not counter.is_complete or not 0 < step.calls < MOST_CALLS:
             return
         if not step.is_learned:
             for known in step.known:
-                measured(known, step.counter.peak_bytes)
-        elif self._known.learn(tuple(step.key), order, step.counter, _HIDES * step.hides, step.has_gradients):
+                measured(known, counter.peak_bytes)
+        elif self._known.learn(tuple(step.key), order, counter, _HIDES * step.hides, step.has_gradients):
             self._uncertain.pop(step.first, None)
 
 
