@@ -172,13 +172,12 @@ class Counter:
     @property
     def is_complete(self) -> bool:
         """Whether no call has failed, and the last backward pass has ended."""
-        return self._moments[-1].kind is Kind.END and not self._is_broken
+        return self._moments[-1].kind is Kind.END and not (self._is_broken or self._is_in_backward)
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes of the step, without what was there before it and what was done between backward passes."""
-        pairs = pairwise(self._moments)
-        return max((end.highest_bytes for start, end in pairs if start.kind is not Kind.END), default=0)
+        """The most bytes of the step, without what was there before it and what came after its last backward pass."""
+        return max(moment.highest_bytes for moment in self._moments)
 
     def took(self, key: Key) -> Took:
         """What the step took, whose calls were all recomputed. Waits for the device."""
@@ -219,8 +218,7 @@ class Counter:
 
     def _ended(self) -> None:
         self._is_in_backward = False
-        self._note(Kind.END)
-        self._watch.live = None
+        self._note(Kind.END)  # what comes now is of the step if another backward of it does
 
 
 def _begun_collectives() -> dict[dist.ProcessGroup, int]:
@@ -305,7 +303,8 @@ def _with_cached(
         found.append(call._replace(
             cached_bytes=sum(cached.values()), shared_bytes=sum(cached[each] for each in shared), late_most=most
         ))
-    return Took(tuple(found), tuple(_between(moments, replays, range(late))))
+    first, *others = _between(moments, replays, range(late))
+    return Took(tuple(found), (max(first, after[0]), *others))  # no call holds anything there
 
 
 def _between(moments: Sequence[Moment], replays: Sequence[int], places: Iterable[int]) -> list[float]:
@@ -321,6 +320,6 @@ def _between(moments: Sequence[Moment], replays: Sequence[int], places: Iterable
         start, end = moments[place : place + 2]
         alive = min(bisect_right(forwards, place), bisect_left(until, -place))
         is_apart = start.kind in (Kind.REPLAY, Kind.BACKWARD) and alive > start.call
-        if is_apart or start.kind in (Kind.STEP, Kind.AFTER, Kind.FREED):
+        if is_apart or start.kind in (Kind.STEP, Kind.AFTER, Kind.FREED, Kind.END):
             between[alive] = max(between[alive], end.highest_bytes)
     return between
