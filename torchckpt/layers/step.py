@@ -122,7 +122,13 @@ class Step:
             return call in self.agreed
         if self.sends(call):
             return True
-        return bool(self.known) and all(step.plan is not None and call in step.plan.kept for step in self.known)
+        fit = [step.plan for step in self.known if not step.exceeds]  # others are an error where it is none of these
+        return bool(fit) and all(plan is not None and call in plan.kept for plan in fit)
+
+    @property
+    def ran(self) -> KnownStep | None:
+        """The known step that it is, if no further call comes."""
+        return next((step for step in self.known if len(step.key) == self.calls), None)
 
     def sends(self, call: int) -> bool:
         """Whether ``call``, which begins, goes to the host: if it is clear which step it is."""
