@@ -111,6 +111,8 @@ class KnownStep(Followed[LayersPlan]):
     """Whether it was calculated from steps of two other sizes."""
     limit_bytes: float = 0.0
     """What a plan may take."""
+    exceeds: bool = False
+    """Whether its plan takes more, although it recomputes what it can."""
     before_bytes: float = 0.0
     """With a limit for the whole device, what was there when the plan was made."""
     ooms: int = 0
@@ -126,11 +128,6 @@ class KnownStep(Followed[LayersPlan]):
     def most_bytes(self) -> float:
         """What it takes if everything is kept."""
         return self.took.peak_bytes(range(len(self.took.calls)))
-
-    @property
-    def exceeds(self) -> bool:
-        """Whether it takes more than it may, although it recomputes what it can."""
-        return self.plan is not None and self.share == 1.0 and self.plan.peak_bytes > self.limit_bytes
 
     @cached_property
     def digest(self) -> str:
@@ -279,6 +276,7 @@ class KnownSteps:
         plan = LayersPlan(step.took, self.names, step.limit_bytes, kept)
         if self._limit.host is not None and not step.unfit:
             plan = self._with_host(plan, agreed is not None)
+        step.exceeds = plan.peak_bytes > step.limit_bytes and step.share == 1.0 and agreed is None
         return plan
 
     def _with_host(self, plan: LayersPlan, is_agreed: bool) -> LayersPlan:
