@@ -1,7 +1,7 @@
 """Count: the bytes and seconds of one step, moment by moment, while it runs as the user's loop runs it.
 
-No context is around a step: it begins at the first call, and ends with a backward. On a device with an allocator that
-counts, the allocator is asked. Elsewhere operators are watched, by a mode under all others of the thread.
+No context is around a step: it begins at the first call, and ends with its last backward. On a device with an
+allocator that counts, it is asked. Elsewhere operators are watched, by a mode under all others of a thread.
 """
 from __future__ import annotations
 
