@@ -10,12 +10,14 @@ from torch import nn
 
 import torchckpt
 from tests.slow import slow
-from torchckpt import ArgumentError, BudgetInfeasible, checkpoint_layers, checkpoint_module, graph
+from torchckpt import ArgumentError, BudgetInfeasible, RegionError, checkpoint_layers, checkpoint_module, graph
+from torchckpt.costs import pipeline_costs
 from torchckpt.distributed import recompute_ahead
 from torchckpt.errors import brief, kind
-from torchckpt.pipe import balance_by_time
+from torchckpt.pipe import Pipe, balance_by_bytes, balance_by_time
 from torchckpt.planning import Block, Stage, one_f_one_b
 from torchckpt.planning.plan import plan_pipeline
+from torchckpt.testing import assert_transparent, peak_bytes, saved_by_line
 
 X, LAYERS = torch.ones(64, 64), nn.Sequential(*(nn.Linear(2, 2) for _ in range(20)))
 STAGES = [Stage((Block(),) * 8)] * 4
@@ -103,3 +105,52 @@ def test_a_budget_that_is_refused_in_another_process_says_the_same(refused, agai
     assert str(error).startswith(error.caller)
     assert (error.least_bytes, error.rank) == (caught.value.least_bytes, caught.value.rank)
     assert error.plan == caught.value.plan is not None
+
+
+class Users(nn.Linear):
+    """A layer of the user that calls a function of this package, which raises an error."""
+
+    def forward(self, x):
+        one_f_one_b(0, 8)
+        return x
+
+
+USERS = Users(64, 64)
+
+
+def users(*_):
+    return USERS(X)
+
+
+RUN_USERS_CODE = {
+    "peak_bytes": lambda: peak_bytes(users),
+    "saved_by_line": lambda: saved_by_line(users),
+    "assert_transparent": lambda: assert_transparent(users, X),
+    "rematerialize": lambda: graph.rematerialize(USERS, X),
+    "frontier": lambda: graph.frontier(USERS, X),
+    "balance_by_time": lambda: balance_by_time(2, nn.Sequential(USERS, nn.ReLU()), X),
+    "balance_by_bytes": lambda: balance_by_bytes(2, nn.Sequential(USERS, nn.ReLU()), X),
+    "pipeline_costs": lambda: pipeline_costs(lambda: ([USERS], X), "H100"),
+    "Pipe": lambda: Pipe(nn.Sequential(USERS), [1], devices=["cpu"], chunks=1)(X),
+}
+
+
+@pytest.mark.parametrize("run", RUN_USERS_CODE.values(), ids=RUN_USERS_CODE)
+def test_an_error_of_the_users_own_function_keeps_its_name(run):
+    with pytest.raises(ArgumentError, match=r"^one_f_one_b\(\): "):
+        run()
+
+
+@pytest.mark.parametrize("run", [peak_bytes, saved_by_line])
+def test_an_error_of_a_step_without_a_name_gets_none(run):
+    def step():
+        torchckpt.Checkpointing(LAYERS).recompute(X)
+
+    with pytest.raises(RegionError, match=r"^the region has not run its forward yet"):
+        run(step)
+
+
+@pytest.mark.parametrize("run", [peak_bytes, saved_by_line])
+def test_an_error_of_a_call_has_its_name(run):
+    with pytest.raises(ArgumentError, match=rf"^{run.__name__}\(\): the step is not callable"):
+        run(3)

@@ -1,9 +1,11 @@
 """Errors: the exception classes, and the form of every message: what is wrong, what was received, a call that works."""
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from traceback import walk_tb
 from typing import Any, NoReturn
 
 __all__ = [
@@ -85,7 +87,8 @@ class Fault:
 def called(function: str) -> Iterator[None]:
     """Begin the message of an error of torchckpt with the name of the public function. Also a decorator.
 
-    If public functions call each other, the message names the one that the user called.
+    If public functions call each other, the message names the one that the user called. A name that an error has got in
+    the user's own code, which ``function`` runs, stays.
 
     >>> with called("plan_pipeline()"):
     ...     raise_fault(Fault("the budget is not a size", "'6'", 'budget="6GB"'))
@@ -97,8 +100,16 @@ def called(function: str) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        error.caller = function
+        if not error.caller or not _came_through_others(error):
+            error.caller = function
         raise
+
+
+def _came_through_others(error: BaseException) -> bool:
+    """Whether ``error`` has come up through code of others, such as a function of the user that was run."""
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__))
+    roots = {name.partition(".")[0] for name in modules}
+    return not roots <= {__name__.partition(".")[0], "", *sys.stdlib_module_names}
 
 
 def raise_fault(fault: Fault) -> NoReturn:

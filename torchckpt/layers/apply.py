@@ -104,9 +104,9 @@ def checkpoint_layers(
         every: of those that are chosen, in the order of ``model.named_modules()``, the first and then every n-th one:
             with ``every=2`` the 1st, the 3rd, the 5th. Not with a budget.
         budget: bytes that a step may take above what is there before it: a number, a size such as ``"60GiB"``, or a
-            share such as ``"50%"`` of what it takes if everything is kept. The first step recomputes every call and is
-            counted. When the second begins, the plan is made, which is followed from then on; so for each shape of the
-            inputs. If everything fits, no call is a region.
+            share such as ``"50%"`` of what the largest known step takes if everything is kept. The first step
+            recomputes every call and is counted. When the second begins, the plan is made, which is followed from then
+            on; so for each shape of the inputs. If everything fits, no call is a region.
         device_memory: in place of ``budget``, the bytes of the whole device, such as ``"80GB"``. What is allocated
             before a step is taken off. For devices that count what is allocated.
         host: with a budget: bytes in the memory of the host that calls may be sent to and come back from, if that takes
@@ -121,7 +121,7 @@ def checkpoint_layers(
         ArgumentError: all faults of the call in one message: what chooses nothing, one layer inside of another, a
             ``ModuleList``, which is never called, and all that :func:`checkpoint_module` refuses. Nothing is changed.
         BudgetInfeasible: when the second step begins: the budget is below what a step takes that recomputes every
-            call. It says how much that is.
+            call. It says how much is enough. Of steps that begin alike and of which one fits: at a later call.
     """
     options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
     if budget is None and device_memory is None and host is None and layers is not None:

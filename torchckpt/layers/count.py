@@ -1,7 +1,7 @@
 """Count: the bytes and seconds of one step, moment by moment, while it runs as the user's loop runs it.
 
-No context is around a step: it begins at the first call, and ends with a backward. On a device with an allocator that
-counts, the allocator is asked. Elsewhere operators are watched, by a mode under all others of the thread.
+No context is around a step: it begins at the first call, and ends with its last backward. On a device with an
+allocator that counts, it is asked. Elsewhere operators are watched, by a mode under all others of a thread.
 """
 from __future__ import annotations
 
@@ -98,18 +98,19 @@ class Counter:
         """Those in which forwards have communicated."""
         if looks and not self._live.allocator:
             put_under_modes(self._watch)
-        weakref.finalize(self, self._watch.stop)
+        self._stop = weakref.finalize(model, self._watch.stop)  # which the thread holds, and it holds this counter
+        self._stop.atexit = False
         self._watch.live = self._live
         self._live.include(gathered)
         parameters = [] if self._live.allocator else [*model.parameters()]
         is_sharded = any(hasattr(parameter, "device_mesh") for parameter in parameters)
-        self._model, self._sharded = model, parameters if is_sharded else []
+        self._model, self._sharded = weakref.ref(model), parameters if is_sharded else []
         self._live.begin()
         self._note(Kind.STEP)
 
     def stop(self) -> None:
         """Watch no more."""
-        self._watch.stop()
+        self._stop()
 
     def note(self, call: int, tensor: Tensor) -> None:
         """Note the storages of a tensor that the frame of a call drops."""
@@ -162,21 +163,21 @@ class Counter:
             self._live.note([tensor for saved in frame.recomputed for tensor, _ in saved])
         self._note(Kind.BACKWARD, call)
 
-    def backward(self, call: int) -> None:
-        """Note that the backward of a call that was kept begins."""
+    def backward(self, call: int, is_kept: bool) -> None:
+        """Note that a backward reaches a call, which begins where the call was kept; else its replay may come first."""
         self._in_backward()
-        self._note(Kind.BACKWARD, call)
+        if is_kept:
+            self._note(Kind.BACKWARD, call)
 
     @property
     def is_complete(self) -> bool:
         """Whether no call has failed, and the last backward pass has ended."""
-        return self._moments[-1].kind is Kind.END and not self._is_broken
+        return self._moments[-1].kind is Kind.END and not (self._is_broken or self._is_in_backward)
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes of the step, without what was there before it and what was done between backward passes."""
-        pairs = pairwise(self._moments)
-        return max((end.highest_bytes for start, end in pairs if start.kind is not Kind.END), default=0)
+        """The most bytes of the step, without what was there before it and what came after its last backward pass."""
+        return max(moment.highest_bytes for moment in self._moments)
 
     def took(self, key: Key) -> Took:
         """What the step took, whose calls were all recomputed. Waits for the device."""
@@ -185,7 +186,8 @@ class Counter:
         return _took(moments, key, self._inner, self._boundary, self._again, self._late)
 
     def _note(self, kind: Kind, call: int = -1) -> None:
-        parameters = zip(self._sharded, self._model.parameters())
+        model = self._model() if self._sharded else None
+        parameters = () if model is None else zip(self._sharded, model.parameters())
         self._live.note([now for before, now in parameters if now is not before])  # gathered where nobody sees it
         highest = self._live.highest()
         self._live.begin()
@@ -216,8 +218,7 @@ class Counter:
 
     def _ended(self) -> None:
         self._is_in_backward = False
-        self._note(Kind.END)
-        self._watch.live = None
+        self._note(Kind.END)  # what comes now is of the step if another backward of it does
 
 
 def _begun_collectives() -> dict[dist.ProcessGroup, int]:
@@ -302,7 +303,8 @@ def _with_cached(
         found.append(call._replace(
             cached_bytes=sum(cached.values()), shared_bytes=sum(cached[each] for each in shared), late_most=most
         ))
-    return Took(tuple(found), tuple(_between(moments, replays, range(late))))
+    first, *others = _between(moments, replays, range(late))
+    return Took(tuple(found), (max(first, after[0]), *others))  # no call holds anything there
 
 
 def _between(moments: Sequence[Moment], replays: Sequence[int], places: Iterable[int]) -> list[float]:
@@ -318,6 +320,6 @@ def _between(moments: Sequence[Moment], replays: Sequence[int], places: Iterable
         start, end = moments[place : place + 2]
         alive = min(bisect_right(forwards, place), bisect_left(until, -place))
         is_apart = start.kind in (Kind.REPLAY, Kind.BACKWARD) and alive > start.call
-        if is_apart or start.kind in (Kind.STEP, Kind.AFTER, Kind.FREED):
+        if is_apart or start.kind in (Kind.STEP, Kind.AFTER, Kind.FREED, Kind.END):
             between[alive] = max(between[alive], end.highest_bytes)
     return between

@@ -14,7 +14,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -23,6 +22,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from torchckpt.errors import BudgetInfeasible
 from torchckpt.layers.count import Counter
 from torchckpt.layers.known import KnownStep, KnownSteps, has_run_out, measured, ran_out
 from torchckpt.layers.plan import LayersPlan, Wish
@@ -81,7 +81,8 @@ class Steps:
     @property
     def plan(self) -> LayersPlan | None:
         """The plan that was followed last; None until one was made."""
-        return None if self._followed is None else self._followed.plan
+        followed = (self.step and self.step.ran) or self._followed
+        return None if followed is None else followed.plan
 
     def __reduce__(self) -> Any:
         return _nothing, ()  # a copy of the model has no steps: its calls are regions
@@ -89,8 +90,8 @@ class Steps:
     def remove(self) -> None:
         """From now on run nothing. Calls that wait for their backward are not changed."""
         self._is_on = False
-        if self.step is not None and self.step.counter is not None:
-            self.step.counter.stop()
+        if self.step is not None:
+            self.step.uncounted()
         self.step = None
 
     def model_called(self, model: nn.Module, args: Any, kwargs: Any) -> None:
@@ -126,16 +127,24 @@ class Steps:
         refuse_transforms()
         shapes, step.model = (step.model, *own), ()
         call, counter, is_kept = step.calls, step.counter, step.keeps(shapes)
-        note = partial(counter.backward, call) if counter is not None and is_kept else None
+        if step.agreed is None:
+            self._check(step)
         if step.driven is not None:
             step.driven.reaches((Kind.FORWARD, call))
-            note = partial(step.goes_back, call, note)
         with PLAIN if counter is None else counter.forward(call, (args, kwargs)):
             outputs = step.run(call, is_kept, function, args, kwargs, options)
         if step.is_learned and counter is not None:
             counter.stay(call, outputs)
         step.hides |= step.is_learned and any(map(hides_tensors, tree_leaves((args, kwargs, outputs))))
-        return step.marked_with(outputs, call, note)
+        return step.marked_with(outputs, call, is_kept)
+
+    def _check(self, step: Step) -> None:
+        """Raise the error of a step that is none that fits, as its calls have shown."""
+        try:
+            self._known.check(step.known)
+        except BudgetInfeasible as error:
+            step.failed(error)
+            raise
 
     def _begin(self, first: Shapes, device: torch.device) -> Step:
         """Begin a step whose first call has these shapes, or begins with them."""
@@ -146,9 +155,9 @@ class Steps:
         if again:
             self._uncertain[first] = again - 1
         agreed = self._known.plan(known, self._agreed(device))  # [2]
-        if known:
-            self._followed = known[-1]
-        is_counted = is_learned or (len(known) == 1 and known[0].steps == SHOWN)
+        if known and not any(step is self._followed for step in known):
+            self._followed = known[-1]  # until it is clear which one it is
+        is_counted = is_learned or (len(known) == 1 and known[0].steps + 1 == SHOWN)
         counter = self._counter(device) if is_counted else None
         has_gradients = is_learned and self._settings.has_gradients
         self.step = Step(first, device, known, counter, is_learned, has_gradients, agreed)
@@ -186,20 +195,22 @@ class Steps:
             ran_out(step.known)
         if step.is_other:
             self._uncertain.setdefault(step.first, _AGAIN)
-        order = tuple(step.order)
-        if len(step.known) == 1 and not step.has_failed and step.known[0].is_otherwise(step.calls, order):
-            self._uncertain[step.first] = _AGAIN + min(step.known[0].steps, _MOST_AGAIN)
-        if step.counter is None:
+        order, ran = tuple(step.order), step.ran
+        if ran is not None:
+            self._followed, ran.steps = ran, ran.steps + 1
+        if ran is not None and not step.has_failed and ran.is_otherwise(step.calls, order):
+            self._uncertain[step.first] = _AGAIN + min(ran.steps, _MOST_AGAIN)
+        counter = step.uncounted()
+        if counter is None:
             return
-        step.counter.stop()
-        if not step.counter.groups <= self._groups:
-            self._groups, self._agreement = self._groups | step.counter.groups, None
-        if not step.counter.is_complete or not 0 < step.calls < MOST_CALLS:
+        if not counter.groups <= self._groups:
+            self._groups, self._agreement = self._groups | counter.groups, None
+        if not counter.is_complete or not 0 < step.calls < MOST_CALLS:
             return
         if not step.is_learned:
-            for known in step.known:
-                measured(known, step.counter.peak_bytes)
-        elif self._known.learn(tuple(step.key), order, step.counter, _HIDES * step.hides, step.has_gradients):
+            if ran is not None:
+                measured(ran, counter.peak_bytes)
+        elif self._known.learn(tuple(step.key), order, counter, _HIDES * step.hides, step.has_gradients):
             self._uncertain.pop(step.first, None)
 
 

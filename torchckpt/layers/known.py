@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from hashlib import sha256
 from itertools import combinations
+from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -58,21 +59,26 @@ class Limit:
                 raise_fault(Fault(rule, str(device), 'budget="60GiB"'))
         return float(allocator.memory_allocated(device) - bytes_of(settings.gathered))
 
-    def bytes(self, took: Took, before_bytes: float) -> float:
-        """The bytes that the step may take."""
+    def bytes(self, most_bytes: float, before_bytes: float) -> float:
+        """The bytes that a step may take, of which the largest takes ``most_bytes`` if everything is kept."""
         if self.device_memory is not None:
             return budget_bytes(self.device_memory, 0) - before_bytes
-        return budget_bytes(self.budget or "", math.ceil(took.peak_bytes(range(len(took.calls)))))
+        return budget_bytes(self.budget or "", math.ceil(most_bytes))
 
-    def too_small(self, plan: LayersPlan, rank: int | None = None) -> BudgetInfeasible:
-        """The error for a limit that is below what ``plan`` takes, which recomputes everything."""
+    def too_small(self, plan: LayersPlan, rank: int | None = None, needed_bytes: float = 0.0) -> BudgetInfeasible:
+        """The error for a limit that is below what ``plan`` takes, which recomputes everything.
+
+        Args:
+            needed_bytes: what other steps need.
+        """
         least, name = plan.peak_bytes, "budget" if self.device_memory is None else "device_memory"
         given = plan.budget_bytes if self.device_memory is None else budget_bytes(self.device_memory, 0)
         where = "" if rank is None else f" on rank {rank}"
         error = BudgetInfeasible(
             f"the budget is too small: a step takes {enough(least)} bytes{where} even if it recomputes every chosen "
             f"layer\n  received: {whole(max(plan.budget_bytes, 0.0))} bytes for it\n"
-            f"  works:    {name}={enough(least + given - plan.budget_bytes)} or more, more layers, or smaller batches",
+            f"  works:    {name}={enough(max(least, needed_bytes) + given - plan.budget_bytes)} or more, more layers, "
+            "or smaller batches",
             least,
             plan,
             rank,
@@ -105,6 +111,8 @@ class KnownStep(Followed[LayersPlan]):
     """Whether it was calculated from steps of two other sizes."""
     limit_bytes: float = 0.0
     """What a plan may take."""
+    exceeds: bool = False
+    """Whether its plan takes more, although it recomputes what it can."""
     before_bytes: float = 0.0
     """With a limit for the whole device, what was there when the plan was made."""
     ooms: int = 0
@@ -115,6 +123,11 @@ class KnownStep(Followed[LayersPlan]):
         """The most that it took in any order of its backwards."""
         tooks = [*self.tooks.values()]
         return tooks[0] if len(tooks) == 1 else most_of(tooks, [1.0] * len(tooks))
+
+    @cached_property
+    def most_bytes(self) -> float:
+        """What it takes if everything is kept."""
+        return self.took.peak_bytes(range(len(self.took.calls)))
 
     @cached_property
     def digest(self) -> str:
@@ -176,17 +189,21 @@ class KnownSteps:
         if len(fit) < len(self._steps) and settings.has_gradients:
             fit = [*self._steps.values()]
         steps = [step for step in fit if step.key[0][: len(first)] == first] or self._foretold(fit, first)
+        most_bytes = max((step.most_bytes for step in self._steps.values()), default=0.0)
+        limit_bytes = self._limit.bytes(most_bytes, before_bytes)
         for step in steps:
             self._steps.move_to_end(step.key)
-            if step.plan is None or before_bytes > NEAR * step.before_bytes:
+            near = 1.0 if step.exceeds else math.inf if self._limit.device_memory is not None else NEAR
+            has_more = limit_bytes * step.share > near * step.limit_bytes
+            if step.plan is None or has_more or before_bytes > NEAR * step.before_bytes:
                 step.before_bytes, step.ooms, step.plan = before_bytes, _ooms(device), None
-                step.limit_bytes = self._limit.bytes(step.took, before_bytes) * step.share
+                step.limit_bytes = limit_bytes * step.share
         return steps
 
     def plan(
         self, steps: Sequence[KnownStep], agree: Callable[[Wish | None], frozenset[int]] | None
     ) -> frozenset[int] | None:
-        """Have a plan for each of these, of which one begins.
+        """Have a plan for each of these, of which one begins. What exceeds the budget recomputes everything.
 
         Args:
             agree: returns the calls that all ranks keep. None: this rank decides alone.
@@ -195,15 +212,23 @@ class KnownSteps:
             What ``agree`` has returned.
 
         Raises:
-            BudgetInfeasible: the budget is too small.
+            BudgetInfeasible: the budget is too small for each of them.
         """
         is_clear = len(steps) == 1 and not steps[0].unfit
         agreed = None if agree is None else agree(_wish(steps[0]) if is_clear else None)
         for step in steps:
             if step.plan is None or (agreed is not None and agreed != step.plan.kept):
                 step.follow(self._planned(step, agreed))
-            step.steps += 1
+        if agreed is None:
+            self.check(steps)
         return agreed
+
+    def check(self, steps: Sequence[KnownStep]) -> None:
+        """Raise a BudgetInfeasible if none of these fits, of which one is running. Ranks agree before they begin."""
+        plans = [step.plan for step in steps if step.plan is not None and step.exceeds]
+        if plans and len(plans) == len(steps):
+            needed = max(step.took.peak_bytes(()) for step in self._steps.values())
+            raise self._limit.too_small(max(plans, key=attrgetter("peak_bytes")), needed_bytes=needed)
 
     def too_small(self, rank: int, wish: Wish, kept: frozenset[int]) -> BudgetInfeasible:
         """The error for the budget of ``rank``, which is too small."""
@@ -251,8 +276,7 @@ class KnownSteps:
         plan = LayersPlan(step.took, self.names, step.limit_bytes, kept)
         if self._limit.host is not None and not step.unfit:
             plan = self._with_host(plan, agreed is not None)
-        if plan.peak_bytes > step.limit_bytes and step.share == 1.0 and agreed is None:
-            raise self._limit.too_small(plan)
+        step.exceeds = plan.peak_bytes > step.limit_bytes and step.share == 1.0 and agreed is None
         return plan
 
     def _with_host(self, plan: LayersPlan, is_agreed: bool) -> LayersPlan:

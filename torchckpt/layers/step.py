@@ -38,18 +38,17 @@ _MOST_REACHED = 4 * MOST_CALLS
 class Mark:
     """What a call leaves at the nodes of its outputs."""
 
-    __slots__ = ("__weakref__", "_call", "_note", "_step", "is_reached")
+    __slots__ = ("__weakref__", "_call", "_is_kept", "_step", "is_reached")
 
-    def __init__(self, step: Step, call: int, note: Callable[[], None] | None) -> None:
-        self._step, self._call, self._note, self.is_reached = step, call, note, False
+    def __init__(self, step: Step, call: int, is_kept: bool) -> None:
+        self._step, self._call, self._is_kept, self.is_reached = step, call, is_kept, False
 
     def __call__(self, _: object) -> None:
         if len(self._step.order) < _MOST_REACHED:
             self._step.order.append((self._step.calls, self._call))
         self._step.reached += not self.is_reached
         self.is_reached = True
-        if self._note is not None:
-            self._note()
+        self._step.goes_back(self._call, self._is_kept)
 
 
 @dataclass
@@ -123,7 +122,13 @@ class Step:
             return call in self.agreed
         if self.sends(call):
             return True
-        return bool(self.known) and all(step.plan is not None and call in step.plan.kept for step in self.known)
+        fit = [step.plan for step in self.known if not step.exceeds]  # others are an error where it is none of these
+        return bool(fit) and all(plan is not None and call in plan.kept for plan in fit)
+
+    @property
+    def ran(self) -> KnownStep | None:
+        """The known step that it is, if no further call comes."""
+        return next((step for step in self.known if len(step.key) == self.calls), None)
 
     def sends(self, call: int) -> bool:
         """Whether ``call``, which begins, goes to the host: if it is clear which step it is."""
@@ -141,6 +146,7 @@ class Step:
             if self.counter is not None:
                 frame.note = partial(self.counter.note, call)
             outputs = frame.forward(function, args, kwargs)
+            frame.note = None  # the graph holds the frame for as long as the loop likes
             frame.around = partial(self.replaying, call)
             return outputs
         except BaseException as error:
@@ -160,26 +166,33 @@ class Step:
         moved.send()
         return outputs
 
-    def goes_back(self, call: int, note: Callable[[], None] | None) -> None:
-        """The backward of ``call`` begins."""
+    def goes_back(self, call: int, is_kept: bool) -> None:
+        """A backward reaches ``call``."""
         if self.driven is not None:
             self.driven.reaches((Kind.FORWARD, self.calls))  # where the last ones leave
             self.driven.reaches((Kind.BACKWARD, call))
-        if note is not None:
-            note()
+        if self.counter is not None:
+            self.counter.backward(call, is_kept)
 
-    def marked_with(self, outputs: Any, call: int, note: Callable[[], None] | None) -> Any:
+    def marked_with(self, outputs: Any, call: int, is_kept: bool) -> Any:
         """``outputs``, with the mark of ``call`` at their nodes: any of them may be what the loss depends on."""
         tensors = [outputs] if isinstance(outputs, Tensor) else tensors_in(outputs)
         nodes: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
         if nodes:
-            mark = Mark(self, call, note)
+            mark = Mark(self, call, is_kept)
             for node in dict.fromkeys(nodes):
                 node.register_prehook(mark)
             self.newest = weakref.ref(mark)
             self.marks.append(self.newest)
             self.marked += 1
         return outputs
+
+    def uncounted(self) -> Counter | None:
+        """Count no more. Returns what has counted; nothing holds it then, for how long the graph may be held."""
+        counter, self.counter = self.counter, None
+        if counter is not None:
+            counter.stop()
+        return counter
 
     def failed(self, error: BaseException) -> None:
         """Note that a call or a replay has raised ``error``. Where memory ran out, raise one that says what to do."""

@@ -45,8 +45,8 @@ class Watch(DispatchMode):  # type: ignore[no-untyped-call]  # in torch
         return outputs
 
     def stop(self) -> None:
-        """Leave, if it is entered. Inside of a backward that is undone when the backward ends."""
-        self.live = self.before = None
+        """Leave, if it is entered, and let go of all. Inside of a backward the former is undone when it ends."""
+        self.live = self.before = self.in_backward = None
         take_from_modes(self)
 
 

@@ -82,7 +82,6 @@ def flops() -> Iterator[Flops]:
         yield Flops(counter)
 
 
-@called("peak_bytes()")
 def peak_bytes(step: Callable[[], object], device: torch.device | str | None = None) -> int:
     """Run ``step()``, and return the most bytes that it takes at once above what was there before it.
 
@@ -100,10 +99,11 @@ def peak_bytes(step: Callable[[], object], device: torch.device | str | None = N
     Raises:
         ArgumentError: ``step`` is not callable, or the device is not there.
     """
-    check_step(step, "peak_bytes")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     in_use = accelerator is not None and torch.get_device_module(accelerator).memory_allocated()
-    where = _device(device or (accelerator if accelerator and in_use else "cpu"), accelerator)
+    with called("peak_bytes()"):
+        check_step(step, "peak_bytes")
+        where = _device(device or (accelerator if accelerator and in_use else "cpu"), accelerator)
     gc.collect()  # the step would free it
     live = LiveStorages(where, looks=where.type in ("cpu", "meta"))
     live.begin()

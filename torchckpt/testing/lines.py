@@ -85,7 +85,6 @@ class SavedByLine(Drawn):
         return canvas.text(y, f"{_TITLE}: {self.summary}", STYLE)
 
 
-@called("saved_by_line()")
 def saved_by_line(step: Callable[[], object]) -> SavedByLine:
     """Run ``step()``, and tell which lines made autograd keep memory for the backward.
 
@@ -103,7 +102,8 @@ def saved_by_line(step: Callable[[], object]) -> SavedByLine:
         ArgumentError: ``step`` is not callable.
         torch.OutOfMemoryError: of the step, with the table in a note, from Python 3.11 on.
     """
-    check_step(step, "saved_by_line")
+    with called("saved_by_line()"):
+        check_step(step, "saved_by_line")
     kept = KeptStorages(storages_alive())
     try:
         with kept.entered():
