@@ -51,15 +51,10 @@ class Watch(DispatchMode):  # type: ignore[no-untyped-call]  # in torch
 
 
 class LiveBytes(LiveStorages):  # type: ignore[no-untyped-call]  # in torch
-    """Counts what is alive in each action of a step.
+    """Counts what is alive in each action of a step."""
 
-    Args:
-        more_bytes: added to the levels of every action.
-    """
-
-    def __init__(self, device: torch.device, looks: bool = True, more_bytes: float = 0.0) -> None:
+    def __init__(self, device: torch.device, looks: bool = True) -> None:
         super().__init__(device, looks)
-        self._more_bytes = more_bytes
         self._action: Action | None = None
         self._entered_bytes = 0.0
         self._pieces: list[Piece] = []
@@ -83,16 +78,16 @@ class LiveBytes(LiveStorages):  # type: ignore[no-untyped-call]  # in torch
         last = self._pieces.pop()
         if self._action is not None and (self.looks or self.allocator):
             highest = max(piece.highest for piece in (*pieces, last))
-            entered = self._entered_bytes + self._more_bytes
-            self.levels[self._action] = Level(highest, last.left, entered, (*pieces, last) if pieces else ())
-        self._action, self._entered_bytes = action, last.highest - self._more_bytes if self._is_idle else 0.0
+            pieces = [*pieces, last] if pieces else []
+            self.levels[self._action] = Level(highest, last.left, self._entered_bytes, tuple(pieces))
+        self._action, self._entered_bytes = action, last.highest if self._is_idle else 0.0
         self._is_idle = self._has_replayed = False
 
     def passes(self, block: int, is_replay: bool = False) -> None:
         """Note that a piece of the current action ends: ``block``, or the replay before it."""
         highest = self.highest()
         self.begin()
-        self._pieces.append(Piece(block, is_replay, highest + self._more_bytes, self.now() + self._more_bytes))
+        self._pieces.append(Piece(block, is_replay, float(highest), float(self.now())))
 
     def knows(self, block: int, rises: float) -> None:
         """Note that the forward of ``block`` rises by so many bytes above those that it leaves, where it is kept."""

@@ -7,7 +7,6 @@ later one runs first, as without a pipe: new threads would number both from zero
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -55,24 +54,24 @@ def is_bound_to_caller() -> bool:
     )
 
 
-class _Own(threading.local):
-    def __init__(self) -> None:
-        self.threads: list[ThreadPoolExecutor] = []
-
-    def first(self, count: int) -> list[ThreadPoolExecutor]:
-        missing = range(len(self.threads), count)
-        self.threads += [ThreadPoolExecutor(1, f"torchckpt worker {number}") for number in missing]
-        return self.threads[:count]
-
-    def drop(self) -> None:
-        """Each ends after its current task."""
-        threads, self.threads = self.threads, []
-        for thread in threads:
-            thread.shutdown(wait=False, cancel_futures=True)
+def _own_threads(count: int) -> list[ThreadPoolExecutor]:
+    own = local.thread.workers
+    own += [ThreadPoolExecutor(1, f"torchckpt worker {number}") for number in range(len(own), count)]
+    return own[:count]
 
 
-_own = _Own()
-os.register_at_fork(after_in_child=_own.__init__)  # type: ignore[misc]  # a child has none of its parent's threads
+def _drop_threads() -> None:
+    """Each ends after its current task."""
+    threads, local.thread.workers = local.thread.workers, []
+    for thread in threads:
+        thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _in_child() -> None:
+    local.thread.workers = []  # a child process has none of its parent's threads
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 @contextmanager
@@ -84,7 +83,7 @@ def workers(count: int) -> Iterator[RunTasks]:
     caller is interrupted, it does not wait for the threads: each ends after its current task.
     """
     caller_settings, graded = settings(), torch.is_grad_enabled()
-    threads = _own.first(count)
+    threads = _own_threads(count)
     idle = True
 
     def as_in_caller(held: list[Task]) -> None:
@@ -109,7 +108,7 @@ def workers(count: int) -> Iterator[RunTasks]:
         yield run
     finally:
         if not idle:
-            _own.drop()
+            _drop_threads()
 
 
 def _raise_from(future: Future[None]) -> None:
