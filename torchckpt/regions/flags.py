@@ -42,7 +42,7 @@ class _Thread:
         self.norms: list[nn.Module] | None = None
         """The norm layers found so far in the forward that it runs (norms.py)."""
         self.order: Any = None  # when the regions that it moves to the host are released and fetched (moved/order.py)
-        self.workers: list[Any] = []  # the threads that launch the work of its pipes (pipe/run/worker.py)
+        self.workers: Any = None  # a weak reference to the threads of its last forward of a pipe (pipe/run/worker.py)
         self.tracing: object = None  # the tracer (torchckpt.graph) that now traces this thread's calls as a graph
 
 

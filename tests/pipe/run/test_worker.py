@@ -27,7 +27,7 @@ from tests.pipe.skips import Pop, Stash
 from tests.pipe.stages import run as run_stages
 from tests.pipe.stages import stages_of
 from tests.settings import default_dtype, without_collector
-from torchckpt.pipe.run.worker import in_caller, workers
+from torchckpt.pipe.run.worker import in_caller, keep_workers, workers
 from torchckpt.regions import flags, private
 from torchckpt.regions.core.scope import Scope
 
@@ -65,7 +65,6 @@ def raises(exception: BaseException) -> Any:
 def test_any_exception_reaches_the_caller_with_its_traceback_and_leaves_no_thread(
     kind: type[BaseException], threads: bool
 ) -> None:
-    run([nn.Linear(2, 2), nn.Linear(2, 2)], torch.ones(4, 2), threads)  # the workers of this thread
     before = set(threading.enumerate())
     with pytest.raises(kind) as raised:
         run([nn.Linear(2, 2), Calls(raises(kind("why")))], torch.ones(4, 2), threads)
@@ -347,30 +346,44 @@ def test_tasks_in_the_caller_run_in_order() -> None:
     assert order == [2, 0, 1]
 
 
-def threads_of(count: int) -> set[threading.Thread]:
-    """The workers of this thread."""
+def threads_of(count: int, *outputs: Tensor) -> set[threading.Thread]:
+    """The workers of a forward that has made ``outputs``."""
     found: set[threading.Thread] = set()
     with workers(count) as start:
         start([(stage, lambda: found.add(threading.current_thread())) for stage in range(count)])
+        keep_workers(outputs)
     return found
 
 
-def test_workers_are_those_of_the_calling_thread_and_end_with_it() -> None:
-    own: list[set[threading.Thread]] = []
-    thread = threading.Thread(target=lambda: own.extend([threads_of(2), threads_of(3)]))
-    thread.start()
-    thread.join(60)
-    first, second = own
+def test_workers_end_with_their_block() -> None:
+    found = threads_of(3)
+    assert [worker.name for worker in found] != []
+    assert not any(worker.is_alive() for worker in found)
+
+
+def test_workers_are_those_of_a_forward_whose_graph_is_there() -> None:
+    x = torch.ones(2, requires_grad=True)
+    output = x.sin()
+    first = threads_of(2, output, x)
+    second = threads_of(3)
     assert [len(first), len(second)] == [2, 3]
     assert first < second
-    assert not second & threads_of(3)
-    for worker in second:
+    assert all(worker.is_alive() for worker in first)
+    other: list[set[threading.Thread]] = []
+    thread = threading.Thread(target=lambda: other.append(threads_of(2)))
+    thread.start()
+    thread.join(60)
+    assert not second & other[0]
+    del output
+    for worker in first:
         worker.join(60)
     assert not any(worker.is_alive() for worker in second)
+    assert not threads_of(2) & second
 
 
 def test_workers_that_an_interrupt_left_at_work_are_not_used_again() -> None:
-    goes_on, left = threading.Event(), threads_of(1)
+    output = torch.ones(2, requires_grad=True).sin()
+    goes_on, left = threading.Event(), threads_of(1, output)
 
     def waits() -> None:
         goes_on.wait(60)
@@ -392,7 +405,8 @@ def test_workers_that_an_interrupt_left_at_work_are_not_used_again() -> None:
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_forked_child_has_workers_of_its_own() -> None:
-    threads_of(2)
+    output = torch.ones(2, requires_grad=True).sin()
+    threads_of(2, output)
     child = os.fork()
     if not child:  # a thread that is not there would run no task
         signal.alarm(60)

@@ -44,7 +44,7 @@ from torchckpt.pipe.run.lane import Edges, Lane, before
 from torchckpt.pipe.run.links import Place, copy, wait
 from torchckpt.pipe.run.regions import Part, Regions
 from torchckpt.pipe.run.visit import InFlight, of_caller, visit
-from torchckpt.pipe.run.worker import RunTasks, in_caller, is_bound_to_caller, workers
+from torchckpt.pipe.run.worker import RunTasks, in_caller, is_bound_to_caller, keep_workers, workers
 from torchckpt.planning import Action, Kind
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.nodes import checkpoint
@@ -101,6 +101,8 @@ def run_pipeline(
     with threading as run:
         for tick in clock_cycles(len(in_flight), len(stages)):
             run([(devices.index(stages[j].device), partial(step, i, j)) for i, j in tick])
+        if threads:
+            keep_workers(tensor for batch in in_flight for sent in batch.transfers for tensor in sent.tensors)
     for batch in in_flight:
         check(batch.skips.faults())
     return [batch.put_back(batch.transfers[0].tensors)[0][0] for batch in in_flight]

@@ -1,19 +1,21 @@
-"""Workers: one thread for each device, which launches the work of that device.
+"""Workers: one thread for each device, which launches the work of that device. ``Pipe.step`` has none.
 
-They are those of the calling thread, from its first forward on; ``Pipe.step`` has none. Autograd numbers the nodes that
-a thread makes, and a backward runs those with larger numbers first. So where one backward has two forwards, that of the
-later one runs first, as without a pipe: new threads would number both from zero.
+They exist for one forward, and as long as its graph, for another forward that comes meanwhile. Autograd numbers the
+nodes that a thread makes, and a backward runs those with larger numbers first. So where one backward has two forwards,
+that of the later one runs first, as without a pipe: new threads would number both from zero.
 """
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import copy_context
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from torchckpt.regions.flags import is_checkpointing, is_recomputing, local
 from torchckpt.regions.private import (
@@ -25,7 +27,7 @@ from torchckpt.regions.private import (
 )
 from torchckpt.regions.state.ambient import settings, use_settings
 
-__all__ = ["RunTasks", "in_caller", "is_bound_to_caller", "workers"]
+__all__ = ["RunTasks", "in_caller", "is_bound_to_caller", "keep_workers", "workers"]
 
 Task: TypeAlias = Callable[[], None]
 RunTasks: TypeAlias = Callable[[list[tuple[int, Task]]], None]
@@ -54,21 +56,22 @@ def is_bound_to_caller() -> bool:
     )
 
 
-def _own_threads(count: int) -> list[ThreadPoolExecutor]:
-    own = local.thread.workers
-    own += [ThreadPoolExecutor(1, f"torchckpt worker {number}") for number in range(len(own), count)]
-    return own[:count]
+class _Threads(list[ThreadPoolExecutor]):
+    is_kept = False
+    """Whether a graph keeps them."""
 
 
-def _drop_threads() -> None:
-    """Each ends after its current task."""
-    threads, local.thread.workers = local.thread.workers, []
-    for thread in threads:
-        thread.shutdown(wait=False, cancel_futures=True)
+def keep_workers(outputs: Iterable[Tensor]) -> None:
+    """Have the graph of ``outputs`` keep the workers that make it."""
+    threads = local.thread.workers and local.thread.workers()
+    nodes: set[Any] = {output.grad_fn for output in outputs if output.grad_fn is not None} if threads else set()
+    for node in nodes:
+        node.metadata["torchckpt workers"] = threads
+        threads.is_kept = True
 
 
 def _in_child() -> None:
-    local.thread.workers = []  # a child process has none of its parent's threads
+    local.thread.workers = None  # a child process has none of its parent's threads
 
 
 os.register_at_fork(after_in_child=_in_child)
@@ -76,14 +79,16 @@ os.register_at_fork(after_in_child=_in_child)
 
 @contextmanager
 def workers(count: int) -> Iterator[RunTasks]:
-    """Have ``count`` threads, each of which runs its tasks in order, until the end of the block.
+    """Have at least ``count`` threads, each of which runs its tasks in order, until the end of the block.
 
     Tasks see the caller's grad mode, autocast, default dtype and device, and context variables. If tasks raise, the
     first exception is raised in the caller, with its traceback, after all tasks of the same call have ended. If the
     caller is interrupted, it does not wait for the threads: each ends after its current task.
     """
     caller_settings, graded = settings(), torch.is_grad_enabled()
-    threads = _own_threads(count)
+    threads: _Threads = (local.thread.workers and local.thread.workers()) or _Threads()
+    threads += [ThreadPoolExecutor(1, f"torchckpt worker {number}") for number in range(len(threads), count)]
+    local.thread.workers = weakref.ref(threads)
     idle = True
 
     def as_in_caller(held: list[Task]) -> None:
@@ -107,8 +112,10 @@ def workers(count: int) -> Iterator[RunTasks]:
     try:
         yield run
     finally:
-        if not idle:
-            _drop_threads()
+        if not (idle and threads.is_kept):
+            local.thread.workers = None
+            for thread in threads:
+                thread.shutdown(wait=idle, cancel_futures=True)
 
 
 def _raise_from(future: Future[None]) -> None:
