@@ -83,7 +83,7 @@ class Capture:
                 "torch.export.register_dataclass(Outputs); or its tensors, in a tuple or a dict",
             )))
         self._leaves = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        return tuple(_apart(leaf) for leaf in leaves if isinstance(leaf, Tensor))
 
     def _partition(
         self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any
@@ -99,6 +99,19 @@ class Capture:
                 "the call changes an input in place, so it cannot be recomputed", f"{name} is changed in place",
                 "x = x + 1 in place of x.add_(1); or x = x.clone() first",
             )))
+
+
+def _apart(output: Tensor) -> Tensor:
+    """``output``, or a copy of one whose elements share memory, as those of ``Tensor.unfold`` do. AOTAutograd lays the
+    gradient of an output out as the output, where it would overwrite itself (torch 2.13)."""
+    if not output.requires_grad or output.layout != torch.strided or not output.numel():
+        return output
+    end = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(output.stride(), output.shape) if size > 1):
+        if stride < end:
+            return output.contiguous()
+        end = stride * (size - 1) + end
+    return output
 
 
 class Halves:

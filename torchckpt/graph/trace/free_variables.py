@@ -110,7 +110,7 @@ class _Search:
     def _add(self, value: Any, name: str) -> None:
         """Search ``value`` too, which the code calls ``name``, unless it belongs to a library."""
         if isinstance(value, functools.partial):
-            for part in (value.func, *value.args):
+            for part in (value.func, *value.args, *value.keywords.values()):
                 self._add(part, name)
         elif isinstance(value, types.MethodType):
             self._add(value.__func__, name)
@@ -155,15 +155,18 @@ class _Search:
                     self._search_in(owner)
 
     def _search_in(self, owner: Any) -> None:
-        attributes = vars(owner)
+        slots = _slots_of(owner)
+        attributes = {**vars(owner), **slots} if slots and hasattr(owner, "__dict__") else slots or vars(owner)
         label = getattr(owner, "__name__", type(owner).__name__)
         is_model = isinstance(owner, type) and issubclass(owner, nn.Module)  # the forward makes no modules
         by_syntax = _BY_SYNTAX - {"__init__"} if is_model else _BY_SYNTAX
         for name in sorted(self._attributes.union(by_syntax).intersection(attributes)):
             if id(owner) in self._modules and (name in OF_EVERY_MODULE or constant_of(attributes[name]) is not None):
                 self._add(attributes[name], name)  # the guard has the attributes of modules already
+            elif name in slots:
+                self._place(owner, name, f"{label}.{name}", functools.partial(getattr, owner, name, _ABSENT))
             else:
-                self._place(owner, name, f"{label}.{name}", functools.partial(attributes.get, name, _ABSENT))
+                self._place(owner, name, f"{label}.{name}", functools.partial(vars(owner).get, name, _ABSENT))
         if isinstance(owner, type):
             for base in owner.__mro__[1:]:
                 self._add(base, base.__name__)
@@ -187,6 +190,15 @@ def _is_data(value: Any, name: str, is_global: bool) -> bool:
     if _is_container(value):  # a registry of functions is code; a large container is not a setting
         return _size(value) <= MOST_PARTS and not (value and all(isinstance(part, _CODE) for part in parts_of(value)))
     return constant_of(value) is not None or _is_users(value)
+
+
+def _slots_of(value: Any) -> dict[str, Any]:
+    """The values that an object has in ``__slots__`` of its classes, and not in its dictionary."""
+    if isinstance(value, (type, types.ModuleType)):
+        return {}
+    named = [vars(cls).get("__slots__", ()) for cls in type(value).__mro__]
+    names = [name for slots in named for name in ((slots,) if isinstance(slots, str) else slots)]
+    return {name: getattr(value, name) for name in names if not name.startswith("__") and hasattr(value, name)}
 
 
 def _contents(cell: types.CellType) -> Any:
@@ -214,5 +226,5 @@ def _is_users(value: Any) -> bool:
         home = type(value).__module__ if not isinstance(value, nn.Module) else ""
     if isinstance(value, types.SimpleNamespace) or type(value).__name__ == "Namespace":  # of argparse
         return True
-    has_names = hasattr(value, "__dict__") and not isinstance(value, Tensor)
+    has_names = (hasattr(value, "__dict__") or bool(_slots_of(value))) and not isinstance(value, Tensor)
     return has_names and str(home).partition(".")[0] not in _LIBRARIES

@@ -39,14 +39,16 @@ MOST_PARTS = 64  # a longer container is data, such as a vocabulary: not compare
 
 class Guard(NamedTuple):
     """What a trace depends on. ``around``: torch's modes. ``modules``: classes, children and hooks of all modules.
-    ``attributes``: constants on each module. ``state``: names of parameters and buffers. ``structure``: of the
-    arguments. ``places``: which tensors are the same tensor. ``aliases``: arguments that lie in buffers. ``kinds``:
-    shape, strides, dtype and device of each tensor, and the other arguments. ``outside``: what else the code reads."""
+    ``attributes``: constants on each module. ``state``: names of parameters and buffers. ``shared``: which of these and
+    of the modules are the same. ``structure``: of the arguments. ``places``: which tensors are the same tensor.
+    ``aliases``: arguments that lie in buffers. ``kinds``: shape, strides, dtype and device of each tensor, and the
+    other arguments. ``outside``: what else the code reads."""
 
     around: Hashable
     modules: Hashable
     attributes: tuple[Hashable, ...]
     state: tuple[str, ...]
+    shared: tuple[Hashable, ...]
     structure: Hashable
     places: tuple[int, ...]
     aliases: tuple[Hashable, ...]
@@ -80,10 +82,10 @@ def guard_of(
         _refuse_argument(state, args, kwargs)
     parts = list(model.modules())
     modules = tuple((type(module), tuple(module._modules), _hooks(module)) for module in parts)
-    attributes = tuple(map(_attributes, parts))
+    attributes, shared = tuple(map(_attributes, parts)), tuple(_shared(parts))
     tensors = tensors_in(leaves)
     places, aliases = places_of(list(state.values()), tensors), _aliases(state, tensors)
-    return Guard(_around(), modules, attributes, tuple(state), structure, places, aliases, kinds, outside)
+    return Guard(_around(), modules, attributes, tuple(state), shared, structure, places, aliases, kinds, outside)
 
 
 def _refuse_argument(state: Mapping[str, Tensor], args: Any, kwargs: Any) -> NoReturn:
@@ -193,6 +195,14 @@ def _around() -> Hashable:
     kernels = attention.flash_sdp_enabled(), attention.mem_efficient_sdp_enabled(), attention.math_sdp_enabled()
     modes = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled
     return autocast, kernels, modes, torch.get_default_device(), hooks_of_all_modules()
+
+
+def _shared(modules: Sequence[nn.Module]) -> Iterator[Hashable]:
+    """For each module, which of its submodules, parameters and buffers are the same, in which other places of all."""
+    numbers: dict[int, int] = {}
+    for module in modules:
+        parts = *module._modules.values(), *module._parameters.values(), *module._buffers.values()
+        yield tuple([numbers.setdefault(id(part), len(numbers)) for part in parts])
 
 
 def _hooks(module: nn.Module) -> Hashable:

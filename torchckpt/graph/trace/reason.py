@@ -72,7 +72,7 @@ def _differences(model: nn.Module, before: Guard, after: Guard, names: list[str]
         yield _OTHERS
     else:
         yield from map(_text, _of_arguments(names, before, after))
-    if before.state != after.state:
+    if (before.state, before.shared) != (after.state, after.shared):
         yield "other parameters or buffers"
     else:
         yield from map(_text, _of_kinds(after.state, before.kinds, after.kinds))
