@@ -123,4 +123,4 @@ def test_the_help_says_what_cannot_be_seen(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         main(["memory", "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "Not seen is what the script does in other threads and processes, which lines of compiled code" in text
+    assert "Not seen is what the script does in other threads and processes, what compiled code and" in text

@@ -22,8 +22,8 @@ _EXAMPLES = """\
 The script runs as "python train.py" runs it, and is ended when so many backward passes are done. Of each pass, what
 autograd keeps is told at the moment when it is most, since the pass before; graphs that earlier passes have retained do
 not count. A script that fails, as for want of memory, or exits before its first pass, is told of up to there. Not seen
-is what the script does in other threads and processes, which lines of compiled code (CompiledFunction) save what, and
-what regions (checkpoint) keep while they are recomputed.
+is what the script does in other threads and processes, what compiled code and graph.rematerialize keep, and what
+regions (checkpoint) keep while they are recomputed.
 
 examples:
   python -m torchckpt memory train.py
