@@ -14,7 +14,6 @@ from tests.distributed.stages import stages_of as stages_on
 from tests.settings import without_collector
 from torchckpt import checkpoint
 from torchckpt.distributed import recompute_ahead
-from torchckpt.errors import ScheduleError
 from torchckpt.regions.saved import bytes_of, saved_bytes
 
 pytestmark = pytest.mark.usefixtures("alone")
