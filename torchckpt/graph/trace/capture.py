@@ -107,10 +107,10 @@ def _apart(output: Tensor) -> Tensor:
     if not output.requires_grad or output.layout != torch.strided or not output.numel():
         return output
     end = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(output.stride(), output.shape) if size > 1):
-        if stride < end:
+    for stride, size in sorted(zip(output.stride(), output.shape)):
+        if 0 < stride < end and size > 1:  # one that is expanded has stride 0, and is summed right
             return output.contiguous()
-        end = stride * (size - 1) + end
+        end += stride * (size - 1)
     return output
 
 
