@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import torchckpt
+from tests.helpers import is_collected
 from tests.layers.models import Model, Wide
 from torchckpt.layers.count import Counter
 from torchckpt.regions.private import dispatch_modes_are_active
@@ -126,8 +127,7 @@ def assert_released(end, device, compiled=False):
         del model
         if compiled:
             torch._dynamo.reset()
-        gc.collect()
-        assert root() is None
+        assert is_collected(root)
         assert dispatch_modes_are_active() == 0
         del held
         if handle_stays:

@@ -375,7 +375,7 @@ def test_workers_are_those_of_a_forward_whose_graph_is_there() -> None:
     thread.join(60)
     assert not second & other[0]
     del output
-    for worker in first:
+    for worker in second:
         worker.join(60)
     assert not any(worker.is_alive() for worker in second)
     assert not threads_of(2) & second
