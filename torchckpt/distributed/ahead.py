@@ -113,8 +113,9 @@ class RecomputeAhead(Runtime):
         except (RegionError, ScheduleError):
             raise  # which say what to do
         except Exception as error:
-            if isinstance(first_cause(error), torch.OutOfMemoryError):  # which loops that try again look for
-                raise torch.OutOfMemoryError(self._out_of_memory(str(first_cause(error)))) from error
+            cause = first_cause(error)
+            if isinstance(cause, torch.OutOfMemoryError):  # which loops that try again look for
+                raise torch.OutOfMemoryError(self._out_of_memory(str(cause))) from error
             is_found = self._last_action is None and any(map(finds_shapes, self._stage_by_index.values()))
             rank = f"{self.rank} of {self.pp_group_size}"
             raise failure_of(error, rank, self._last_action, is_found, self._remedy) from error

@@ -205,10 +205,12 @@ class Following:
 
     def count(self, order: Schedule, levels: _Levels, gradient_bytes: Mapping[int, float]) -> None:
         self.levels = levels  # as it was, with or without gradients
-        for action in list(levels)[:1]:
-            rank, peak = self.plan.schedule.placement[action.stage], max(level.highest for level in levels.values())
-            if peak > NEAR * self._limit_bytes(rank):
-                warnings.warn(self._over(rank, peak), stacklevel=7)  # where the user calls step()
+        if not levels:
+            return
+        rank = self.plan.schedule.placement[next(iter(levels)).stage]
+        peak = max(level.highest for level in levels.values())
+        if peak > NEAR * self._limit_bytes(rank):
+            warnings.warn(self._over(rank, peak), stacklevel=7)  # where the user calls step()
 
     def _limit_bytes(self, rank: int) -> float:
         """What a step may take. A plan that was made on paper has activations alone, in any unit."""

@@ -136,9 +136,9 @@ def search_layouts(
 
 def _larger(model: Model, machine: Machine, base: Layout, memory: float, fixed: Collection[str]) -> str:
     """How many GPUs would do with the ``fixed`` fields, in the first layout that is found."""
-    one_stage_each = {} if "chunks" in fixed else {"schedule": "1f1b"}
-    least: dict[str, Any] = {"micro_batch": 1, "recompute": "full", **one_stage_each}
-    least = {name: value for name, value in least.items() if name not in fixed}
+    least: dict[str, Any] = {"micro_batch": 1, "recompute": "full", "schedule": "1f1b"}
+    for name in [*fixed, *(["schedule"] if "chunks" in fixed else [])]:  # 1F1B has no chunks
+        least.pop(name, None)
     for gpus in (base.gpus << more for more in range(1, 9)):
         space = Space(model, replace(base, gpus=gpus, **least), machine.network.node_devices, {*fixed, *least})
         for layout in space.layouts():

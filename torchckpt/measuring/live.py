@@ -78,8 +78,8 @@ class LiveBytes(LiveStorages):  # type: ignore[no-untyped-call]  # in torch
         last = self._pieces.pop()
         if self._action is not None and (self.looks or self.allocator):
             highest = max(piece.highest for piece in (*pieces, last))
-            pieces = [*pieces, last] if pieces else []
-            self.levels[self._action] = Level(highest, last.left, self._entered_bytes, tuple(pieces))
+            every = (*pieces, last) if pieces else ()
+            self.levels[self._action] = Level(highest, last.left, self._entered_bytes, every)
         self._action, self._entered_bytes = action, last.highest if self._is_idle else 0.0
         self._is_idle = self._has_replayed = False
 

@@ -13,7 +13,6 @@ pytestmark = with_gloo
 ROWS = 16  # so that gradients take a good part of the bytes
 NEW = torch.__version__ >= "2.15"
 """From there on some plans of zero bubble take one weight more than planned, within the budget; it is not known why."""
-COUNTED = 1, 2  # the second of them of split backwards alone
 
 
 def report_after(name, kept, budget):

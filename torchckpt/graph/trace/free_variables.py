@@ -156,17 +156,16 @@ class _Search:
 
     def _search_in(self, owner: Any) -> None:
         slots = _slots_of(owner)
-        attributes = {**vars(owner), **slots} if slots and hasattr(owner, "__dict__") else slots or vars(owner)
+        attributes = {**getattr(owner, "__dict__", {}), **slots}
         label = getattr(owner, "__name__", type(owner).__name__)
         is_model = isinstance(owner, type) and issubclass(owner, nn.Module)  # the forward makes no modules
         by_syntax = _BY_SYNTAX - {"__init__"} if is_model else _BY_SYNTAX
         for name in sorted(self._attributes.union(by_syntax).intersection(attributes)):
             if id(owner) in self._modules and (name in OF_EVERY_MODULE or constant_of(attributes[name]) is not None):
                 self._add(attributes[name], name)  # the guard has the attributes of modules already
-            elif name in slots:
-                self._place(owner, name, f"{label}.{name}", functools.partial(getattr, owner, name, _ABSENT))
             else:
-                self._place(owner, name, f"{label}.{name}", functools.partial(vars(owner).get, name, _ABSENT))
+                read = functools.partial(getattr, owner) if name in slots else vars(owner).get
+                self._place(owner, name, f"{label}.{name}", functools.partial(read, name, _ABSENT))
         if isinstance(owner, type):
             for base in owner.__mro__[1:]:
                 self._add(base, base.__name__)
@@ -226,5 +225,6 @@ def _is_users(value: Any) -> bool:
         home = type(value).__module__ if not isinstance(value, nn.Module) else ""
     if isinstance(value, types.SimpleNamespace) or type(value).__name__ == "Namespace":  # of argparse
         return True
-    has_names = (hasattr(value, "__dict__") or bool(_slots_of(value))) and not isinstance(value, Tensor)
-    return has_names and str(home).partition(".")[0] not in _LIBRARIES
+    if isinstance(value, Tensor) or str(home).partition(".")[0] in _LIBRARIES:
+        return False
+    return hasattr(value, "__dict__") or bool(_slots_of(value))

@@ -61,10 +61,17 @@ class _Threads(list[ThreadPoolExecutor]):
     """Whether a graph keeps them."""
 
 
+def _threads_there() -> _Threads | None:
+    """Those that a graph of this thread keeps, or that are at work in its forward."""
+    return None if local.thread.workers is None else local.thread.workers()
+
+
 def keep_workers(outputs: Iterable[Tensor]) -> None:
     """Have the graph of ``outputs`` keep the workers that make it."""
-    threads = local.thread.workers and local.thread.workers()
-    nodes: set[Any] = {output.grad_fn for output in outputs if output.grad_fn is not None} if threads else set()
+    threads = _threads_there()
+    if threads is None:
+        return
+    nodes: set[Any] = {output.grad_fn for output in outputs if output.grad_fn is not None}
     for node in nodes:
         node.metadata["torchckpt workers"] = threads
         threads.is_kept = True
@@ -86,7 +93,7 @@ def workers(count: int) -> Iterator[RunTasks]:
     caller is interrupted, it does not wait for the threads: each ends after its current task.
     """
     caller_settings, graded = settings(), torch.is_grad_enabled()
-    threads: _Threads = (local.thread.workers and local.thread.workers()) or _Threads()
+    threads = _threads_there() or _Threads()
     threads += [ThreadPoolExecutor(1, f"torchckpt worker {number}") for number in range(len(threads), count)]
     local.thread.workers = weakref.ref(threads)
     idle = True
