@@ -26,7 +26,7 @@ from torch.profiler import record_function
 from torchckpt.distributed.counting import CountingScope
 from torchckpt.distributed.faults import (
     failure_of,
-    first_cause,
+    out_of_memory,
     plain_regions_refused,
     raise_without_regions,
     warn_of_compiled_regions,
@@ -113,9 +113,9 @@ class RecomputeAhead(Runtime):
         except (RegionError, ScheduleError):
             raise  # which say what to do
         except Exception as error:
-            cause = first_cause(error)
-            if isinstance(cause, torch.OutOfMemoryError):  # which loops that try again look for
-                raise torch.OutOfMemoryError(self._out_of_memory(str(cause))) from error
+            text = out_of_memory(error)
+            if text is not None:  # loops that try again look for this type
+                raise torch.OutOfMemoryError(self._out_of_memory(text)) from error
             is_found = self._last_action is None and any(map(finds_shapes, self._stage_by_index.values()))
             rank = f"{self.rank} of {self.pp_group_size}"
             raise failure_of(error, rank, self._last_action, is_found, self._remedy) from error

@@ -22,7 +22,7 @@ from torchckpt.tensors import nodes_behind, tensors_in
 __all__ = [
     "GIVEN_SHAPES",
     "failure_of",
-    "first_cause",
+    "out_of_memory",
     "plain_regions_refused",
     "raise_without_regions",
     "traced_faults",
@@ -191,7 +191,7 @@ def failure_of(error: Exception, rank: str, action: str | None, finds_shapes: bo
         of_stage = f", micro-batch {micro_batch}" if micro_batch else ""
         where = f"stage {stage}{of_stage}, {_WORDS.get(kind, kind)} ({action})"
     shapes = f"; torch runs later stages on uninitialised memory to find their shapes, unless {GIVEN_SHAPES}"
-    first = first_cause(error)
+    first = _first_cause(error)
     return ScheduleError(
         f"a step of the pipeline failed on rank {rank}: {where}\n"
         f"  received: {type(first).__name__}: {_shown(first)}\n"
@@ -200,7 +200,14 @@ def failure_of(error: Exception, rank: str, action: str | None, finds_shapes: bo
     )
 
 
-def first_cause(error: BaseException) -> BaseException:
+def out_of_memory(error: Exception) -> str | None:
+    """What the device said where the first cause is a lack of memory: the error itself, in a local variable of a frame
+    that it passes, would keep that frame with all tensors until the garbage collector runs."""
+    cause = _first_cause(error)
+    return str(cause) if isinstance(cause, torch.OutOfMemoryError) else None
+
+
+def _first_cause(error: BaseException) -> BaseException:
     """The error that a stage raised, which torch wraps."""
     while error.__cause__ is not None:
         error = error.__cause__
