@@ -4,9 +4,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from traceback import walk_tb
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 __all__ = [
     "ArgumentError",
@@ -110,6 +111,15 @@ def _came_through_others(error: BaseException) -> bool:
     modules = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__))
     roots = {name.partition(".")[0] for name in modules}
     return not roots <= {__name__.partition(".")[0], "", *sys.stdlib_module_names}
+
+
+Error = TypeVar("Error", bound=CheckpointError)
+
+
+def without_traceback(error: Error) -> Error:
+    """A copy of ``error``, to be kept, or raised where the frame keeps it: a traceback holds the tensors of its frames,
+    and an error in a variable of such a frame holds itself until the garbage collector runs."""
+    return copy(error)
 
 
 def raise_fault(fault: Fault) -> NoReturn:

@@ -1,10 +1,14 @@
 """The link to the host: what measuring it takes, and who hears of a device that cannot."""
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 import torch
 
+from tests.settings import without_collector
 from torchckpt import CheckpointError
+from torchckpt.errors import without_traceback
 from torchckpt.measuring.link import measured_link
 from torchckpt.regions.moved.copies import copies_of
 
@@ -17,6 +21,10 @@ class Stop(Exception):
 
 def stops(failure):
     raise Stop(failure)
+
+
+def raises(failure):
+    raise without_traceback(failure)
 
 
 @pytest.mark.parametrize("size", [3 * 2**20, 2**31])
@@ -46,6 +54,18 @@ def test_a_device_without_memory_tells_the_others_at_once(accelerator, monkeypat
     monkeypatch.setattr(of, name, refuse)
     with pytest.raises(Stop, match=text):
         measured_link(accelerator, 2**20, stops)
+
+
+def test_what_was_to_be_copied_is_freed_with_the_error(accelerator, monkeypatch):
+    def refuse(*args):
+        raise CheckpointError("the host has no pinned memory")
+
+    monkeypatch.setattr(copies_of(accelerator).arena, "take", refuse)
+    with without_collector():
+        before = torch.accelerator.memory_allocated(accelerator)
+        with suppress(CheckpointError):
+            measured_link(accelerator, 2**20, raises)
+        assert torch.accelerator.memory_allocated(accelerator) == before
 
 
 def test_copies_that_are_too_fast_to_time_have_a_rate(accelerator, monkeypatch):

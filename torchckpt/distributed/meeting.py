@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchckpt.distributed.message import read, written
-from torchckpt.errors import CheckpointError, ScheduleError
+from torchckpt.errors import CheckpointError, ScheduleError, without_traceback
 from torchckpt.ranks.turns import Absent, told_by_all
 
 __all__ = ["all_gather", "broadcast", "check_the_same", "meeting", "none_failed", "together"]
@@ -41,7 +41,7 @@ def none_failed(failure: CheckpointError | None) -> None:
     """Raise what some process could not do, on all of them: else they would wait for it. Collective, likewise."""
     failures = [each for each in all_gather(failure) if each is not None]
     if failures:
-        raise failures[0]
+        raise without_traceback(failures[0])
 
 
 def broadcast(mine: Any) -> Any:

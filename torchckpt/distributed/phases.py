@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from torchckpt.distributed.meeting import all_gather, broadcast, check_the_same
 from torchckpt.distributed.record import Gathered
-from torchckpt.errors import ArgumentError, CheckpointError, Fault, called, check, raise_fault
+from torchckpt.errors import ArgumentError, CheckpointError, Fault, called, check, raise_fault, without_traceback
 from torchckpt.measuring.link import MeasuredLink
 from torchckpt.measuring.remembered import NEAR
 from torchckpt.planning import Action, Choice, Kind, Schedule, State, arrival, with_recompute
@@ -125,7 +125,7 @@ class Measuring:
         is_first = dist.get_rank() == 0
         outcome = broadcast(self._outcome(measured, levels_of_processes, tied, pairs, host) if is_first else None)
         if isinstance(outcome, CheckpointError):
-            raise outcome
+            raise without_traceback(outcome)
         text, whole_step = outcome
         plan = PipelinePlan.from_json(text)
         check_the_same("plan", [(digest, digest) for digest in all_gather(digest_of(plan))])

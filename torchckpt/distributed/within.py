@@ -32,7 +32,7 @@ from torchckpt.distributed.moving import AllMoved, Boundaries, Going
 from torchckpt.distributed.phases import FIRST_STEPS, Following, Measuring
 from torchckpt.distributed.private import Live
 from torchckpt.distributed.record import Gathered
-from torchckpt.errors import CheckpointError, ScheduleError
+from torchckpt.errors import CheckpointError, ScheduleError, without_traceback
 from torchckpt.measuring.link import MeasuredLink, measured_link
 from torchckpt.measuring.live import LiveBytes
 from torchckpt.modules import is_compiled
@@ -138,7 +138,7 @@ class RecomputeWithin(RecomputeAhead):
     def running(self) -> Iterator[None]:
         self._live_bytes = self._boundaries = None
         if self._refusal is not None:
-            raise self._refusal
+            raise without_traceback(self._refusal)
         if self.is_training:
             self._agree_in_pipeline()  # then with other pipelines of the job
             self._begin_step()
@@ -289,7 +289,7 @@ class RecomputeWithin(RecomputeAhead):
             try:
                 self._phase, self._steps = self._planned(self._phase), 0  # [1]
             except CheckpointError as error:
-                self._refusal = error
+                self._refusal = without_traceback(error)
                 raise
             self._run(self._phase.order(0))
 
@@ -321,7 +321,7 @@ class RecomputeWithin(RecomputeAhead):
             if goes_from(self._record.device):
                 copies_of(self._record.device).arena.reserve(int(plan.host_peak_bytes[self.rank]))
         except CheckpointError as error:
-            failure = error
+            failure = without_traceback(error)
         none_failed(failure)
 
     def _agree(self) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from torchckpt.errors import BudgetInfeasible, CheckpointError, Fault, called, raise_fault
+from torchckpt.errors import BudgetInfeasible, CheckpointError, Fault, called, raise_fault, without_traceback
 from torchckpt.layers.away import HostLink, best_away
 from torchckpt.layers.count import Counter
 from torchckpt.layers.foretell import of_another_size
@@ -301,7 +301,7 @@ class KnownSteps:
 def _meet_nobody(failure: CheckpointError | None) -> None:
     """One device copies by itself."""
     if failure is not None:
-        raise failure
+        raise without_traceback(failure)
 
 
 def _wish(step: KnownStep) -> Wish:

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from torchckpt.errors import CheckpointError
+from torchckpt.errors import CheckpointError, without_traceback
 from torchckpt.regions.devices import Clock, Stamp, on
 from torchckpt.regions.moved.arena import Piece
 from torchckpt.regions.moved.copies import copies_of
@@ -47,7 +47,7 @@ def measured_link(device: torch.device, size: int, meet: Meeting) -> MeasuredLin
             here = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(3)]
             pieces.extend(arena.take(size) for _ in range(2))  # the first stands there if the second cannot be had
         except (CheckpointError, torch.OutOfMemoryError) as error:
-            failure = error if isinstance(error, CheckpointError) else _no_memory(device, size, error)
+            failure = _failure(device, size, error)
         meet(failure)
         return _measured(device, here, [piece.bytes[:size] for piece in pieces], meet)
     finally:
@@ -73,7 +73,9 @@ def _measured(device: torch.device, here: Sequence[Tensor], host: Sequence[Tenso
     return MeasuredLink(size / out_seconds, size / back_seconds, max(0.0, beside - without) / copied)
 
 
-def _no_memory(device: torch.device, size: int, error: BaseException) -> CheckpointError:
+def _failure(device: torch.device, size: int, error: BaseException) -> CheckpointError:
+    if isinstance(error, CheckpointError):
+        return without_traceback(error)
     return CheckpointError(
         f"{device} has no memory left to measure its link to the host\n"
         f"  received: {str(error).splitlines()[0]}; three times {size:,} bytes were wanted\n"

@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import functools
 import re
+import weakref
+from contextlib import suppress
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ from tests.distributed.stages import (
     train,
 )
 from tests.helpers import doing
-from tests.settings import with_gloo
+from tests.settings import with_gloo, without_collector
 from tests.slow import selected, slow
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead, schedule_of
@@ -615,6 +617,14 @@ def test_a_schedule_whose_budget_was_refused_says_so_again():
     for _ in range(2):
         with pytest.raises(BudgetInfeasible, match="the budget is too small"):
             fresh_step(schedule, stages)
+    x, target = batch(4)
+    x.requires_grad_()
+    reference = weakref.ref(x)
+    with without_collector():
+        with suppress(BudgetInfeasible):
+            step(schedule, stages, x, target)
+        del x
+        assert reference() is None
 
 
 @pytest.mark.usefixtures("alone")

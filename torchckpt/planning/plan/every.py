@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from torchckpt.errors import ArgumentError, BudgetInfeasible, Fault, called, check, raise_fault
+from torchckpt.errors import ArgumentError, BudgetInfeasible, Fault, called, check, raise_fault, without_traceback
 from torchckpt.planning.budget import DeviceMemory, Limit
 from torchckpt.planning.draw.units import aligned, percent
 from torchckpt.planning.order.schedule import Schedule, whole
@@ -100,10 +100,10 @@ def plan_every(
             problem = problem if limits is None else problem.within(limits)
             plans.append(planned_with_moves(problem) if balance else planned(problem))
         except BudgetInfeasible as error:
-            refused.append((schedule.name, error))
+            refused.append((schedule.name, without_traceback(error)))
     if not plans:
         nearest = min((error for _, error in refused), key=lambda error: error.least_bytes)
-        raise nearest
+        raise without_traceback(nearest)
     plans.sort(key=lambda plan: plan.step_seconds)
     return Comparison(tuple(plans), tuple(name for name, _ in refused), reference)
 
