@@ -1,6 +1,7 @@
 """The call: every fault of it has its text, and faults are told all at once."""
 from __future__ import annotations
 
+import functools
 import re
 import warnings
 
@@ -8,9 +9,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.distributed.stages import ROWS, SIZE, Blocks, batch, not_on_old_stages, schedule_on, stages_of, step
+from tests.distributed.stages import (
+    ROWS,
+    SIZE,
+    Blocks,
+    batch,
+    equal,
+    not_on_old_stages,
+    parameters_of,
+    schedule_on,
+    stages_of,
+    step,
+)
 from tests.scripts import ROOT
 from torchckpt import checkpoint_module
 from torchckpt.distributed import RecomputeAhead, recompute_ahead
@@ -269,6 +282,45 @@ def test_statistics_of_a_stage_whose_shapes_are_given():
         schedule = recompute_ahead(schedule_on(stages, NORMED, 4))
     step(schedule, stages, *batch(4))
     assert [stage.submod.block[1].num_batches_tracked for stage in stages] == [4, 4]
+
+
+def split_backwards_of(shard, **options):
+    """The gradients of zero bubble where ``shard`` has changed each stage."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.manual_seed(1)
+    mesh, row = init_device_mesh("cpu", (1,)), torch.empty(2, SIZE, requires_grad=True)
+    stages = stages_of(
+        "ScheduleInterleavedZeroBubble", lambda stage: shard(Blocks(stage), mesh), input_args=row, output_args=row
+    )
+    schedule = schedule_on(stages, "ScheduleInterleavedZeroBubble", 4)
+    schedule = recompute_ahead(schedule, **options)
+    torch.manual_seed(1)
+    step(schedule, stages, *batch(4))
+    return [getattr(x.grad, "full_tensor", lambda x=x: x.grad)() for x in parameters_of(stages)]
+
+
+def sharded(module, mesh, outer=True, **kept):
+    for block in module.blocks:
+        fully_shard(block, mesh=mesh, **kept)
+    return fully_shard(module, mesh=mesh) if outer else module
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, of a mesh of one rank
+@pytest.mark.parametrize("options", [{}, {"segments": 1}, {"budget": "1GB"}], ids=str)
+def test_split_backwards_of_stages_that_fsdp_gathers_again(options):
+    text = r"(?s)a backward that is split loses gradients .*\n  received: \w+, and stage 0 with 'blocks.0' and 1"
+    for shard in (sharded, functools.partial(sharded, outer=False)):
+        with pytest.raises(ArgumentError, match=text):
+            split_backwards_of(shard, **options)
+    whole = functools.partial(fully_shard, reshard_after_forward=True)
+    with pytest.raises(ArgumentError, match=r"and stage 0 with 'FSDPBlocks'"):
+        split_backwards_of(lambda module, mesh: whole(module, mesh=mesh), **options)
+    expected = split_backwards_of(lambda module, mesh: module, **options)
+    kept = functools.partial(sharded, reshard_after_forward=False)
+    for shard in (kept, lambda module, mesh: fully_shard(module, mesh=mesh)):
+        assert equal(split_backwards_of(shard, **options), expected)
+    assert equal(split_backwards_of(sharded, exempt="none"), expected)  # as the backward does, replays have gathered
 
 
 class Picky(Blocks):

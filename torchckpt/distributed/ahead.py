@@ -76,7 +76,7 @@ class RecomputeAhead(Runtime):
         self._checked: set[int] = set()  # stages of which a forward ran
         self._counting: dict[int, tuple[Visit, CountingScope]] = {}  # by stage, in this step
         self._counted: dict[int, Stage] = {}  # their bytes, of a step before
-        self._last_action: str | None = None
+        self._last_action: str | None = None  # of a step that has not ended
         self._agreed = False
         self._before: Gathered | None = None
         super().__init__(live, schedule)
@@ -101,6 +101,7 @@ class RecomputeAhead(Runtime):
 
     @contextmanager
     def running(self) -> Iterator[None]:
+        self._raise_if_left()
         if self.is_training:
             self._agree_in_pipeline()
         self._last_action = None
@@ -108,6 +109,7 @@ class RecomputeAhead(Runtime):
         try:
             with handing_over(self._stage_by_index):
                 yield
+            self._last_action = None
             if self.is_training:
                 self._counted |= {stage: scope.stage for stage, (_, scope) in self._counting.items()}
         except (RegionError, ScheduleError):
@@ -126,6 +128,16 @@ class RecomputeAhead(Runtime):
             self._stepped()
         if self._is_measuring and len(self._record.steps) == MEASURED_STEPS:
             self._place_as_measured()
+
+    def _raise_if_left(self) -> None:
+        """Other ranks are still in a step that failed here, and would take the messages of the next one for its own."""
+        if self._last_action is not None and self.pp_group_size > 1:
+            raise ScheduleError(
+                "after a failed step the other ranks would mix its micro-batches with those of the next\n"
+                f"  received: another step on rank {self.rank} of {self.pp_group_size}, after a failure at "
+                f"{self._last_action}\n"
+                "  works:    end all processes of the job, and go on from a saved state"
+            )
 
     def reaches(self, action: str) -> None:
         self._last_action = action

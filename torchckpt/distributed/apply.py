@@ -17,10 +17,18 @@ from torch.distributed.pipelining.schedules import (
 from torchckpt.distributed.ahead import RecomputeAhead
 from torchckpt.distributed.faults import GIVEN_SHAPES, traced_faults
 from torchckpt.distributed.phases import Plan, plan_for
-from torchckpt.distributed.private import Live, finds_shapes, micro_batches_of, order_of, sends_objects, stages_of
+from torchckpt.distributed.private import (
+    Live,
+    finds_shapes,
+    freed_in_a_step,
+    micro_batches_of,
+    order_of,
+    sends_objects,
+    stages_of,
+)
 from torchckpt.distributed.within import RecomputeWithin
 from torchckpt.errors import Fault, called, check, kind
-from torchckpt.planning import Schedule, ahead, from_csv, gpipe, one_f_one_b, quickest, with_recompute
+from torchckpt.planning import Kind, Schedule, ahead, from_csv, gpipe, one_f_one_b, quickest, with_recompute
 from torchckpt.planning.budget import Bytes
 from torchckpt.planning.order.schedule import Visit
 from torchckpt.planning.work.block import Links, Stages, per_boundary, per_stage
@@ -141,7 +149,8 @@ def recompute_ahead(
     ))
     finds_free = exempt == "auto" and segments is None and not is_planned
     kept = free_to_keep(plain) if finds_free else frozenset(() if isinstance(exempt, str) else exempt)
-    check(_traced_faults(schedule, plain, kept))
+    all_early = not kept and segments is None and not is_planned
+    check((*_traced_faults(schedule, plain, kept), *(() if all_early else _split_faults(schedule, plain))))
     _warn_of_statistics(schedule)
     if budget is not None:
         return RecomputeWithin(schedule, plain, budget, host)
@@ -162,6 +171,24 @@ def _traced_faults(live: Live, schedule: Schedule, kept: Collection[Visit]) -> I
     for stage in stages_of(live):
         if any((stage.stage_index, i) not in kept for i in range(schedule.micro_batches)):
             yield from traced_faults(stage.stage_index, stage.submod)
+
+
+def _split_faults(live: Live, schedule: Schedule) -> Iterator[Fault]:
+    """torch splits a backward by the nodes of parameters, in ``torch/distributed/pipelining/_backward.py`` (2.15).
+    FSDP2 makes others where it gathers again, and gradients are lost or wrong. A replay before the backward has those
+    of the backward. Ends when torch says so itself."""
+    if not any(action.kind is Kind.WEIGHT_GRAD for order in schedule.ranks for action in order):
+        return
+    for stage in stages_of(live):
+        freed = freed_in_a_step(stage.submod)
+        if freed:
+            yield Fault(
+                "a backward that is split loses gradients of parameters that FSDP2 frees within a step",
+                f"{schedule.name}, and stage {stage.stage_index} with {freed[0] or type(stage.submod).__name__!r}"
+                f"{f' and {len(freed) - 1} more' if freed[1:] else ''}",
+                "for block in stage_module.layers: fully_shard(block, reshard_after_forward=False), then "
+                "fully_shard(stage_module); or a schedule with whole backwards, such as ScheduleInterleaved1F1B",
+            )
 
 
 def _warn_of_statistics(live: Live) -> None:

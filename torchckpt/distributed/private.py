@@ -14,6 +14,7 @@ from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
     ScheduleGPipe,
 )
+from torch.nn import Module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchckpt.errors import CheckpointError
@@ -28,6 +29,7 @@ __all__ = [
     "TorchKind",
     "TorchRuntime",
     "finds_shapes",
+    "freed_in_a_step",
     "handing_over",
     "in_backward",
     "micro_batches_of",
@@ -138,3 +140,19 @@ def in_backward(modules: Sequence[FSDPModule]) -> Iterator[None]:
     finally:
         for state, training_state in zip(states, before):
             state._training_state = training_state
+
+
+def freed_in_a_step(module: Module) -> list[str]:
+    """The names in ``module``, of a stage, of modules whose parameters FSDP2 frees within a step.
+
+    It frees them after a backward, unless the stage itself is under FSDP2, where torch has it keep them
+    (``torch/distributed/pipelining/stage.py``). It frees them after a forward, those of the outermost module only where
+    it is told so."""
+    sharded = {name: child for name, child in module.named_modules() if isinstance(child, FSDPModule)}
+    return [name for name, child in sharded.items() if "" not in sharded or _frees(child._get_fsdp_state(), not name)]
+
+
+def _frees(state: Any, is_outermost: bool) -> bool:
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]  # before 2.15
+    frees = any(getattr(group, "post_forward_mesh_info", None) is not None for group in groups)
+    return frees and not (is_outermost and state._auto_reshard_after_forward)

@@ -139,6 +139,7 @@ class RecomputeWithin(RecomputeAhead):
         self._live_bytes = self._boundaries = None
         if self._refusal is not None:
             raise without_traceback(self._refusal)
+        self._raise_if_left()
         if self.is_training:
             self._agree_in_pipeline()  # then with other pipelines of the job
             self._begin_step()

@@ -7,6 +7,7 @@ import os
 import re
 import time
 import warnings
+from functools import partial
 from itertools import chain
 
 import pytest
@@ -61,15 +62,19 @@ def schedule_of_one_block(rank: int, case: str):
     return recompute_ahead(plain, exempt="none")
 
 
-def failure(rank: int, case: str) -> tuple[str, str]:
-    """What this rank raises, and the cause of that."""
+def failure(rank: int, case: str) -> tuple[str, str, str]:
+    """What this rank raises, the cause of that, and what it raises if it steps on."""
     schedule, x = schedule_of_one_block(rank, case), torch.ones(2 * MICRO_BATCHES, 4)
+    step = partial(schedule.step, *((x,) if rank == 0 else ()), **({"target": x} if rank == RANKS - 1 else {}))
     try:
         for _ in range(3):
-            schedule.step(*((x,) if rank == 0 else ()), **({"target": x} if rank == RANKS - 1 else {}))
+            step()
     except ScheduleError as error:
-        return str(error), repr(error.__cause__)
-    return "nothing", ""
+        try:
+            step()
+        except ScheduleError as again:
+            return str(error), repr(error.__cause__), str(again)
+    return "nothing", "", ""
 
 
 def work(rank: int, case: str, folder: str) -> None:
@@ -125,19 +130,25 @@ HEAD = "a step of the pipeline failed on rank {rank} of 3: stage {rank}, micro-b
     ],
 )
 def test_rank_that_raises_says_at_what(reported, case, where, received):
-    text, _, _ = reported[case, FAULTY]
+    text, *_ = reported[case, FAULTY]
     assert text.startswith(f"{HEAD.format(rank=FAULTY)}{where}\n  received: {received}\n  works:    ")
 
 
 @pytest.mark.parametrize("rank", [rank for rank in range(RANKS) if rank != FAULTY])
 @pytest.mark.parametrize("case", CASES)
 def test_every_other_rank_raises_and_says_what_it_waited_for(reported, case, rank):
-    text, cause, _ = reported[case, rank]
+    text, cause, *_ = reported[case, rank]
     pattern = re.escape(HEAD.format(rank=rank)) + rf"\d, (forward|backward|receive|send)[a-z ]* \({rank}[A-Z_]+\d\)\n"
     assert re.match(pattern, text)
     assert "gloo" in cause
 
 
+def test_no_rank_steps_on_beside_others_that_are_in_the_step_before(reported):
+    for (_, rank), (*_, again, _) in reported.items():
+        text = rf"after a failed step .*\n  received: another step on rank {rank} of 3, after a failure at"
+        assert re.match(text, again)
+
+
 def test_none_waits_longer_than_the_timeout_of_the_group(reported):
     # Twice, since what goes before the fault may wait for a slow start, too.
-    assert all(seconds < 2 * TIMEOUT_SECONDS for _, _, seconds in reported.values())
+    assert all(seconds < 2 * TIMEOUT_SECONDS for *_, seconds in reported.values())
