@@ -149,6 +149,9 @@ class RecomputeWithin(RecomputeAhead):
             self._end_step()
 
     def reaches(self, action: str) -> None:
+        if self._live_bytes is not None and self._last_action is None:
+            # After eval(), torch makes the buffers of messages anew, in place of those from before the step.
+            self._live_bytes.forget()
         super().reaches(action)
         if self._boundaries is not None and (begun := self._boundaries.action(action)) is not None:
             self._begins(begun)

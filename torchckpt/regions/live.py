@@ -61,6 +61,11 @@ class LiveStorages(DispatchMode):  # type: ignore[no-untyped-call]  # in torch
         else:
             self.note(tensors)
 
+    def forget(self) -> None:
+        """Let storages that operators made so far be from before. An allocator's bytes stay as they are."""
+        self._made.clear()
+        self._sum_bytes = self._highest_bytes = 0
+
     def now(self) -> int:
         """The bytes alive, beyond those before. Call it right after :meth:`begin`."""
         if self.allocator:

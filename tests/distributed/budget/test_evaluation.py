@@ -1,0 +1,59 @@
+"""A step after ``eval()``: torch makes its buffers of messages anew there, which are no bytes of a step."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.distributed.ranks import on_ranks
+from tests.distributed.stages import Blocks, Stage, batch, parameters_of, schedule_on, stages_of, step
+from tests.settings import with_gloo
+from torchckpt.distributed import recompute_ahead
+
+pytestmark = with_gloo
+
+ROWS = 16
+STEPS = 6  # bytes are counted in the second and, with split backwards, the third; and in the sixth, of the plan
+BEFORE = [(1,), (2,), (5,), (1, 2, 5)]
+"""The steps that an evaluation comes before."""
+
+
+def peaks_after(name, evaluated, device=None):
+    """The planned and the measured peaks of all ranks; on a ``device``, that of the only rank, of two stages."""
+    stages = stages_of(name, Blocks)
+    if device is not None:
+        stages = [Stage(Blocks(index).to(device), index, 2, torch.device(device)) for index in range(2)]
+    schedule = recompute_ahead(schedule_on(stages, name, 4), budget="1GB")  # all is kept: other plans depend on seconds
+    x, target = (tensor.to(device) for tensor in batch(4, ROWS))
+    for number in range(STEPS):
+        if number in evaluated:
+            inputs = (x,) if any(stage.is_first for stage in stages) else ()
+            schedule.eval(*inputs, target=target, losses=[])
+        for parameter in parameters_of(stages):
+            parameter.grad = None
+        step(schedule, stages, x, target)
+    report = schedule.report()
+    return report.planned_peak_bytes, report.measured_peak_bytes
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("evaluated", BEFORE, ids=str)
+@pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"])
+def test_a_step_takes_what_it_takes_without(name, evaluated):
+    assert peaks_after(name, evaluated) == peaks_after(name, ())
+
+
+@pytest.mark.accelerator
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("evaluated", BEFORE, ids=str)
+def test_an_allocator_says_so_too(accelerator, evaluated):
+    name = "ScheduleInterleaved1F1B"
+    assert peaks_after(name, evaluated, accelerator) == peaks_after(name, (), accelerator)
+
+
+def of_rank(rank):
+    return [peaks_after("Schedule1F1B", evaluated) for evaluated in [(), *BEFORE]]
+
+
+def test_two_ranks(tmp_path):
+    for without, *after in on_ranks(of_rank, tmp_path):
+        assert after == [without] * len(BEFORE)
