@@ -268,6 +268,24 @@ def test_the_graph_of_a_tensor_that_is_closed_over_stays(is_given):
     assert x.grad is not None
 
 
+def test_the_graph_of_an_input_whose_leaf_is_used_too_stays():
+    x = leaf(3, 4)
+    given = x.exp()
+    for function in (lambda given: given * x, lambda given: given.exp() * given):
+        assert_transparent(function, given)
+    assert_transparent(torch.mul, given, given.exp())
+    given.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_code_keeps_no_graph_for_an_input_that_is_no_leaf():
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))  # torch refuses to retain a graph of this
+    given = leaf(3, 4).exp()
+    assert_transparent(torch.compile(model, backend="aot_eager"), given)
+    given.sum().backward()
+
+
 LAYOUTS = ["to_sparse", "to_sparse_csr", "to_sparse_csc", "to_sparse_bsr", "to_sparse_bsc"]
 
 

@@ -1,6 +1,7 @@
 """Live: the bytes that are alive, and the most of them since the last look: an allocator's, or of watched operators."""
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -84,8 +85,7 @@ class LiveStorages(DispatchMode):  # type: ignore[no-untyped-call]  # in torch
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call the operator ``func``. The storages that it makes count, and those that it makes larger."""
         inputs = args, kwargs
-        writes = getattr(getattr(func, "_schema", None), "is_mutable", False)  # a higher-order operator has no schema
-        before = _sizes_of(inputs) if writes else {}
+        before = _sizes_of(inputs) if _may_grow(func) else {}
         outputs = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.lift_fresh.default:  # no operator has made its input; that of NumPy is borrowed
             self.note([one for one in tensors_in(outputs) if one.untyped_storage().resizable()])
@@ -115,6 +115,16 @@ class LiveStorages(DispatchMode):  # type: ignore[no-untyped-call]  # in torch
         self._made = {storage: size for storage, size in sizes.items() if size is not None}
         self._sum_bytes = sum(self._made.values())
         self._highest_bytes = max(self._highest_bytes, self._sum_bytes)
+
+
+@functools.cache
+def _may_grow(func: Any) -> bool:
+    """Whether the operator can make the storage of an argument larger. Of torch's own, ``add_`` and the like cannot."""
+    schema = getattr(func, "_schema", None)  # a higher-order operator has none
+    if schema is None or not schema.is_mutable:
+        return False
+    is_out = any(one.kwarg_only and one.alias_info is not None for one in schema.arguments)
+    return is_out or torch.Tag.inplace_view in func.tags or func.namespace != "aten"
 
 
 def _sizes_of(tree: Any) -> dict[StorageWeakRef, int]:

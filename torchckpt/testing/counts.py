@@ -157,6 +157,7 @@ def assert_transparent(function: Function, *args: Any, modules: Sequence[nn.Modu
     generators = generators_of(accelerators_among(args, kwargs), ())
     states = random_state(generators)
     inputs = [get_gradient_edge(tensor) for tensor in tensors_in((args, kwargs)) if tensor.grad_fn is not None]
+    beyond = {*nodes_behind(parent for edge in inputs for parent, _ in edge.node.next_functions)}
     newest = newest_node()
 
     def observe(call: Function) -> dict[str, Tensor | None]:
@@ -165,11 +166,12 @@ def assert_transparent(function: Function, *args: Any, modules: Sequence[nn.Modu
         seen: dict[str, Tensor | None] = {f"output {i}": y.detach().clone() for i, y in enumerate(outputs)}
         graded = [output for output in outputs if output.requires_grad]
         nodes = [*nodes_behind(graded, lambda node: all(node is not edge.node for edge in inputs))]
-        sources = [*_leaves_of(graded, nodes), *inputs]
+        sources: list[Any] = [*_leaves_of(graded, nodes), *inputs]
         if graded and sources:
             cotangents = [_ones_like(output) for output in graded]
-            is_shared = bool(inputs) or any(number_of(node) <= newest for node in nodes)  # the caller's graph stays
-            gradients = torch.autograd.grad(graded, sources, cotangents, retain_graph=is_shared, allow_unused=True)
+            wanted = *nodes, *(edge.node for edge in inputs)
+            runs_older = any(node in beyond for node in wanted) or any(number_of(node) <= newest for node in nodes)
+            gradients = torch.autograd.grad(graded, sources, cotangents, retain_graph=runs_older, allow_unused=True)
             arrived = [(i, gradient) for i, gradient in enumerate(gradients) if gradient is not None]
             seen.update({f"gradient {i}, of shape {tuple(gradient.shape)}": gradient for i, gradient in arrived})
         buffers = ((label, holder._buffers.get(name)) for label, holder, name, _ in watched)
