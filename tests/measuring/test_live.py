@@ -4,7 +4,7 @@ from __future__ import annotations
 import torch
 
 from tests.helpers import leaf
-from torchckpt.measuring.live import LiveBytes
+from torchckpt.measuring.live import LiveBytes, Watch
 from torchckpt.planning import Action, Kind
 from torchckpt.planning.step.memory import Level
 from torchckpt.regions import live as module
@@ -52,6 +52,15 @@ def test_a_tensor_that_changes_in_place_counts_once():
         for _ in range(5):
             fresh += 1
     assert alive.levels == {FIRST: Level(40, 40)}
+
+
+def test_what_is_watched_for_a_while_counts_what_grows():
+    watch = Watch()
+    with watch:
+        watch.live = LiveBytes(CPU)
+        grown = torch.empty(0).resize_(10)
+        listed = torch.tensor([1.0, 2.0])
+        assert watch.live.highest() == grown.nbytes + listed.nbytes == 48
 
 
 def test_a_backward_counts_too():

@@ -233,6 +233,82 @@ def test_buffers_of_two_modules_of_one_class_are_watched_apart():
             assert_transparent(lambda x: first(second(x)), leaf(3, 4), modules=modules)
 
 
+def test_the_graph_of_an_input_stays():
+    ran, x = [], leaf(3, 4)
+    given = x.exp()
+    given.grad_fn.register_hook(lambda *_: ran.append("backward"))
+    assert_transparent(nn.Linear(4, 4), given)
+    assert not ran
+    assert_transparent(lambda x: x, given)
+    assert_transparent(lambda values, more: values["x"] * more, {"x": given}, more=given)
+    given.sum().backward()
+    assert ran == ["backward"]
+    with pytest.raises(AssertionError, match=r"different: gradient 0, of shape \(3, 4\)$"):
+        assert_transparent(WrongGradient.apply, x.exp())
+
+
+class WrongGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x * (2 if is_recomputing() else 1))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0]
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+def test_the_graph_of_a_tensor_that_is_closed_over_stays(is_given):
+    x = leaf(3, 4)
+    before = x.exp()
+    given = before.exp() if is_given else leaf(3, 4)
+    assert_transparent(lambda given: given * before, given)
+    (before.sum() + given.sum()).backward()
+    assert x.grad is not None
+
+
+def test_the_graph_of_an_input_whose_leaf_is_used_too_stays():
+    x = leaf(3, 4)
+    given = x.exp()
+    for function in (lambda given: given * x, lambda given: given.exp() * given):
+        assert_transparent(function, given)
+    assert_transparent(torch.mul, given, given.exp())
+    given.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_code_keeps_no_graph_for_an_input_that_is_no_leaf():
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))  # torch refuses to retain a graph of this
+    given = leaf(3, 4).exp()
+    assert_transparent(torch.compile(model, backend="aot_eager"), given)
+    given.sum().backward()
+
+
+LAYOUTS = ["to_sparse", "to_sparse_csr", "to_sparse_csc", "to_sparse_bsr", "to_sparse_bsc"]
+
+
+def test_sparse_gradients_are_compared():
+    assert_transparent(nn.Embedding(10, 4, sparse=True), torch.tensor([1, 2, 1]))
+    embedding = nn.Embedding(10, 4, sparse=True)
+    with pytest.raises(AssertionError, match=r"different: gradient 0, of shape \(10, 4\)$"):
+        assert_transparent(lambda i: embedding(i + 1 if is_recomputing() else i), torch.tensor([1, 2]))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_sparse_outputs_are_compared(layout, requires_grad):
+    def sparse(x):
+        return getattr(x, layout)(*[(2, 2)] * ("_bs" in layout))
+
+    x = torch.eye(4, requires_grad=requires_grad and "_bs" not in layout)  # autograd has no formula for blocks
+    assert_transparent(sparse, x)
+    with pytest.raises(AssertionError, match="different: output 0"):
+        assert_transparent(lambda x: sparse(x * 2 if is_checkpointing() else x), x)
+
+
 def test_error_of_the_function_passes_through():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         assert_transparent(nn.Linear(3, 3), leaf(2, 4))

@@ -66,6 +66,45 @@ def test_what_was_there_before_does_not_count():
     assert peak_bytes(lambda: x + 1, "cpu") == peak_bytes(lambda: x + 1, "cpu") == BYTES
 
 
+def grow(tensor):
+    tensor.resize_(SIZE)
+
+
+@pytest.mark.parametrize(
+    ("step", "peak"),
+    [
+        (lambda: grow(torch.empty(0)), BYTES),
+        (lambda: grow(torch.empty(SIZE // 2)), BYTES),
+        (lambda: torch.sin(torch.empty(SIZE), out=torch.empty(0)), 2 * BYTES),
+        (lambda: torch.topk(torch.empty(SIZE), SIZE, out=(torch.empty(0), torch.empty(0).long())), 4 * BYTES),
+        (lambda: torch.empty(0).resize_as_(torch.empty(SIZE)), 2 * BYTES),
+        (lambda: torch.empty(0).set_(torch.empty(SIZE)), BYTES),
+        (lambda: torch.empty(SIZE).resize_(0).resize_(SIZE), BYTES),
+    ],
+    ids=["resize_", "resize_ of some", "out", "two outputs", "resize_as_", "set_", "smaller and back"],
+)
+def test_a_storage_that_grows_counts_as_large_as_it_is(step, peak):
+    assert peak_bytes(step, "cpu") == peak
+
+
+def test_a_storage_from_before_counts_once_it_grows():
+    there = torch.empty(0)
+    assert peak_bytes(lambda: torch.sin(torch.ones(SIZE), out=there), "cpu") == 2 * BYTES
+    assert peak_bytes(lambda: torch.sin(torch.ones(SIZE), out=there), "cpu") == BYTES
+
+
+@pytest.mark.parametrize("make", [torch.tensor, torch.as_tensor, torch.Tensor])
+def test_a_tensor_of_a_list_counts(make):
+    values = [1.0] * SIZE
+    assert peak_bytes(lambda: make(values), "cpu") == BYTES
+    assert peak_bytes(lambda: make(values) + 1, "cpu") == 2 * BYTES
+
+
+def test_borrowed_memory_does_not_count():
+    memory = bytearray(BYTES)
+    assert peak_bytes(lambda: torch.asarray(memory, dtype=torch.float32), "cpu") == 0
+
+
 @pytest.mark.accelerator
 def test_the_accelerator_is_the_default_where_it_is_used(accelerator):
     x = torch.ones(SIZE, device=accelerator)

@@ -39,10 +39,7 @@ class Watch(DispatchMode):  # type: ignore[no-untyped-call]  # in torch
         if self.in_backward is not None and running_node() is not None:
             call, self.in_backward = self.in_backward, None
             call()
-        outputs = func(*args, **(kwargs or {}))
-        if self.live is not None:
-            self.live.note(outputs, (args, kwargs))
-        return outputs
+        return func(*args, **(kwargs or {})) if self.live is None else self.live.call(func, args, kwargs)
 
     def stop(self) -> None:
         """Leave, if it is entered, and let go of all. Inside of a backward the former is undone when it ends."""

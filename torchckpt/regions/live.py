@@ -1,6 +1,7 @@
 """Live: the bytes that are alive, and the most of them since the last look: an allocator's, or of watched operators."""
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -84,27 +85,55 @@ class LiveStorages(DispatchMode):  # type: ignore[no-untyped-call]  # in torch
         fresh = self._storages_of(tree)
         for storage in self._storages_of(besides) if fresh else ():
             fresh.pop(storage, None)
-        if fresh:
-            self._made.update(fresh)
-            self._sum_bytes += sum(fresh.values())
-            if self._sum_bytes > self._highest_bytes:
-                self._look()
+        self._add(fresh)
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call the operator ``func``. The storages that it makes count, and those that it makes larger."""
+        inputs = args, kwargs
+        before = _sizes_of(inputs) if _may_grow(func) else {}
+        outputs = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.lift_fresh.default:  # no operator has made its input; that of NumPy is borrowed
+            self.note([one for one in tensors_in(outputs) if one.untyped_storage().resizable()])
+        else:
+            self.note(outputs, inputs)
+        if before:
+            after = _sizes_of(inputs).items()
+            self._add({one: size for one, size in after if size > self._made.get(one, before.get(one, size))})
+        return outputs
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        outputs = func(*args, **(kwargs or {}))
-        self.note(outputs, (args, kwargs))
-        return outputs
+        return self.call(func, args, kwargs)
 
     def _storages_of(self, tree: Any) -> dict[StorageWeakRef, int]:
         """The storages of the tensors in ``tree`` that are not known yet, and their bytes."""
-        sizes = {storage: size for tensor in tensors_in(tree) for storage, size in storage_of(tensor).items()}
-        return {storage: size for storage, size in sizes.items() if storage not in self._made}
+        return {storage: size for storage, size in _sizes_of(tree).items() if storage not in self._made}
+
+    def _add(self, sizes: dict[StorageWeakRef, int]) -> None:
+        if sizes:
+            self._sum_bytes += sum(size - self._made.get(storage, 0) for storage, size in sizes.items())
+            self._made.update(sizes)
+            if self._sum_bytes > self._highest_bytes:
+                self._look()
 
     def _look(self) -> None:
         sizes = {storage: bytes_now(storage) for storage in self._made}
         self._made = {storage: size for storage, size in sizes.items() if size is not None}
         self._sum_bytes = sum(self._made.values())
         self._highest_bytes = max(self._highest_bytes, self._sum_bytes)
+
+
+@functools.cache
+def _may_grow(func: Any) -> bool:
+    """Whether the operator can make the storage of an argument larger. Of torch's own, ``add_`` and the like cannot."""
+    schema = getattr(func, "_schema", None)  # a higher-order operator has none
+    if schema is None or not schema.is_mutable:
+        return False
+    is_out = any(one.kwarg_only and one.alias_info is not None for one in schema.arguments)
+    return is_out or torch.Tag.inplace_view in func.tags or func.namespace != "aten"
+
+
+def _sizes_of(tree: Any) -> dict[StorageWeakRef, int]:
+    return {storage: size for tensor in tensors_in(tree) for storage, size in storage_of(tensor).items()}
 
 
 _ASKED = ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 
 from torchckpt.errors import Fault, called, check, kind, raise_fault
 from torchckpt.modules import module_of, name_of
@@ -18,6 +19,7 @@ from torchckpt.regions.core.checkpointing import checkpoint
 from torchckpt.regions.core.frame import observers
 from torchckpt.regions.devices import accelerators_among
 from torchckpt.regions.live import LiveStorages
+from torchckpt.regions.private import newest_node, number_of
 from torchckpt.regions.state.ambient import generators_of, random_state, restore_states
 from torchckpt.tensors import nodes_behind, tensors_in
 from torchckpt.typing import Function
@@ -136,8 +138,9 @@ def assert_transparent(function: Function, *args: Any, modules: Sequence[nn.Modu
     """Check that ``function(*args, **kwargs)`` gives the same results, to the bit, as a region and as a plain call.
 
     Both calls start from the same random state and the same buffers. The check compares the outputs, the gradients of
-    every leaf that they depend on (inputs, parameters, tensors closed over), and the buffers and generators after the
-    call. It does not touch any ``.grad``. Afterwards buffers and generators are as after one call.
+    every input and leaf that they depend on (parameters, tensors closed over), and the buffers and generators after the
+    call. It does not touch any ``.grad``, nor the graph that an input comes from. Afterwards buffers and generators are
+    as after one call.
 
     Args:
         function: any callable; its outputs are a pytree with at least one tensor.
@@ -153,16 +156,22 @@ def assert_transparent(function: Function, *args: Any, modules: Sequence[nn.Modu
     before = [(holder, name, buffer, buffer.clone()) for _, holder, name, buffer in watched]
     generators = generators_of(accelerators_among(args, kwargs), ())
     states = random_state(generators)
+    inputs = [get_gradient_edge(tensor) for tensor in tensors_in((args, kwargs)) if tensor.grad_fn is not None]
+    beyond = {*nodes_behind(parent for edge in inputs for parent, _ in edge.node.next_functions)}
+    newest = newest_node()
 
     def observe(call: Function) -> dict[str, Tensor | None]:
         torch.clear_autocast_cache()  # a filled cache would make even two plain calls differ
         outputs = tensors_in(call(*args, **kwargs))
         seen: dict[str, Tensor | None] = {f"output {i}": y.detach().clone() for i, y in enumerate(outputs)}
         graded = [output for output in outputs if output.requires_grad]
-        leaves = _leaves_of(graded)
-        if graded and leaves:
-            cotangents = [torch.ones_like(output) for output in graded]
-            gradients = torch.autograd.grad(graded, leaves, cotangents, allow_unused=True)
+        nodes = [*nodes_behind(graded, lambda node: all(node is not edge.node for edge in inputs))]
+        sources: list[Any] = [*_leaves_of(graded, nodes), *inputs]
+        if graded and sources:
+            cotangents = [_ones_like(output) for output in graded]
+            wanted = *nodes, *(edge.node for edge in inputs)
+            runs_older = any(node in beyond for node in wanted) or any(number_of(node) <= newest for node in nodes)
+            gradients = torch.autograd.grad(graded, sources, cotangents, retain_graph=runs_older, allow_unused=True)
             arrived = [(i, gradient) for i, gradient in enumerate(gradients) if gradient is not None]
             seen.update({f"gradient {i}, of shape {tuple(gradient.shape)}": gradient for i, gradient in arrived})
         buffers = ((label, holder._buffers.get(name)) for label, holder, name, _ in watched)
@@ -206,17 +215,24 @@ def _buffers_of(modules: Iterable[nn.Module]) -> list[tuple[str, nn.Module, str,
     return list(buffers.values())
 
 
+def _ones_like(output: Tensor) -> Tensor:
+    """Dense where ``output`` is of coordinates, which torch has no ones for."""
+    return torch.ones_like(output, layout=torch.strided if output.layout is torch.sparse_coo else output.layout)
+
+
 def _equal(plain: Tensor | None, region: Tensor | None) -> bool:
     """Whether the two are equal to the bit; NaN equals NaN."""
     if plain is None or region is None:
         return plain is region
-    if (plain.shape, plain.dtype) != (region.shape, region.dtype):
+    if (plain.shape, plain.dtype, plain.layout) != (region.shape, region.dtype, region.layout):
         return False
+    if plain.layout not in (torch.strided, torch.jagged):  # sparse ones cannot be compared
+        plain, region = plain.to_dense(), region.to_dense()
     return bool(((plain == region) | ((plain != plain) & (region != region))).all())
 
 
-def _leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """The leaves that ``outputs`` depend on, in the order in which a walk of their graph meets them."""
+def _leaves_of(outputs: Sequence[Tensor], nodes: Sequence[Node]) -> list[Tensor]:
+    """The leaves that ``outputs`` depend on, in the order in which a walk of their graph meets its ``nodes``."""
     leaves = dict.fromkeys(output for output in outputs if output.grad_fn is None)
-    leaves.update((node.variable, None) for node in nodes_behind(outputs) if hasattr(node, "variable"))
+    leaves.update((node.variable, None) for node in nodes if hasattr(node, "variable"))
     return list(leaves)
