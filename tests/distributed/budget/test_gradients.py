@@ -12,7 +12,8 @@ pytestmark = with_gloo
 
 ROWS = 16  # so that gradients take a good part of the bytes
 NEW = torch.__version__ >= "2.15"
-"""From there on some plans of zero bubble take one weight more than planned, within the budget; it is not known why."""
+"""From there on each micro-batch has an input of its own in a later stage, which the graph of a whole backward keeps:
+a plan that splits the backward of one stage of two on a rank may take the bytes between them more than planned."""
 
 
 def report_after(name, kept, budget):
