@@ -323,6 +323,20 @@ def test_split_backwards_of_stages_that_fsdp_gathers_again(options):
     assert equal(split_backwards_of(sharded, exempt="none"), expected)  # as the backward does, replays have gathered
 
 
+@pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"])
+def test_split_backwards_of_replicas(name):
+    row = torch.empty(2, SIZE, requires_grad=True)
+    stages = stages_of(
+        name, lambda stage: nn.parallel.DistributedDataParallel(Blocks(stage)), input_args=row, output_args=row
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        recompute_ahead(schedule_on(stages, name, 4))
+    texts = [str(warning.message) for warning in caught if warning.filename == __file__]
+    text = "recompute_ahead: DistributedDataParallel does not reduce the gradients of split backwards\n  received: "
+    assert [t.startswith(f"{text}{name}, and stage 0\n") for t in texts] == [True] * ("Zero" in name)
+
+
 class Picky(Blocks):
     """Does not take what is in fresh memory."""
 

@@ -13,6 +13,7 @@ from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
     ScheduleGPipe,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 from torchckpt.distributed.ahead import RecomputeAhead
 from torchckpt.distributed.faults import GIVEN_SHAPES, traced_faults
@@ -152,6 +153,7 @@ def recompute_ahead(
     all_early = not kept and segments is None and not is_planned
     check((*_traced_faults(schedule, plain, kept), *(() if all_early else _split_faults(schedule, plain))))
     _warn_of_statistics(schedule)
+    _warn_of_replicas(schedule, plain)
     if budget is not None:
         return RecomputeWithin(schedule, plain, budget, host)
     if plan is not None:
@@ -177,9 +179,7 @@ def _split_faults(live: Live, schedule: Schedule) -> Iterator[Fault]:
     """torch splits a backward by the nodes of parameters, in ``torch/distributed/pipelining/_backward.py`` (2.15).
     FSDP2 makes others where it gathers again, and gradients are lost or wrong. A replay before the backward has those
     of the backward. Ends when torch says so itself."""
-    if not any(action.kind is Kind.WEIGHT_GRAD for order in schedule.ranks for action in order):
-        return
-    for stage in stages_of(live):
+    for stage in stages_of(live) if _splits(schedule) else ():
         freed = freed_in_a_step(stage.submod)
         if freed:
             yield Fault(
@@ -189,6 +189,24 @@ def _split_faults(live: Live, schedule: Schedule) -> Iterator[Fault]:
                 "for block in stage_module.layers: fully_shard(block, reshard_after_forward=False), then "
                 "fully_shard(stage_module); or a schedule with whole backwards, such as ScheduleInterleaved1F1B",
             )
+
+
+def _splits(schedule: Schedule) -> bool:
+    return any(action.kind is Kind.WEIGHT_GRAD for order in schedule.ranks for action in order)
+
+
+def _warn_of_replicas(live: Live, schedule: Schedule) -> None:
+    """DDP hears of no backward that torch splits. Ends when it does."""
+    for stage in stages_of(live) if _splits(schedule) else ():
+        if any(isinstance(module, DistributedDataParallel) for module in stage.submod.modules()):
+            warnings.warn(
+                "recompute_ahead: DistributedDataParallel does not reduce the gradients of split backwards\n"
+                f"  received: {schedule.name}, and stage {stage.stage_index}\n"
+                "  works:    fully_shard(block, reshard_after_forward=False) and fully_shard(stage_module); or after a "
+                "step, for x in module.parameters(): dist.all_reduce(x.grad, group=replicas), and divide",
+                stacklevel=4,
+            )
+            return
 
 
 def _warn_of_statistics(live: Live) -> None:
