@@ -101,9 +101,7 @@ class RecomputeAhead(Runtime):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        self._raise_if_left()
-        if self.is_training:
-            self._agree_in_pipeline()
+        self._check_ranks()
         self._last_action = None
         self._record.begin()
         try:
@@ -129,8 +127,8 @@ class RecomputeAhead(Runtime):
         if self._is_measuring and len(self._record.steps) == MEASURED_STEPS:
             self._place_as_measured()
 
-    def _raise_if_left(self) -> None:
-        """Other ranks are still in a step that failed here, and would take the messages of the next one for its own."""
+    def _check_ranks(self) -> None:
+        """Before a step or ``eval()``, say what would have ranks wait for what others never send, or mix two steps."""
         if self._last_action is not None and self.pp_group_size > 1:
             raise ScheduleError(
                 "after a failed step the other ranks would mix its micro-batches with those of the next\n"
@@ -138,6 +136,11 @@ class RecomputeAhead(Runtime):
                 f"{self._last_action}\n"
                 "  works:    end all processes of the job, and go on from a saved state"
             )
+        if self.is_training and not self._agreed:
+            if dist.get_world_size(self._group) > 1:
+                with together("begin a step"), self._record.device_current():
+                    check_the_same(SAME, all_gather(self._told(), self._group))
+            self._agreed = True
 
     def reaches(self, action: str) -> None:
         self._last_action = action
@@ -160,13 +163,6 @@ class RecomputeAhead(Runtime):
         with record_function(f"torchckpt::recompute[stage={stage},mb={micro_batch}]"):
             with self._record.recomputing(action):
                 self._frames.recompute((stage, micro_batch), self._stage_by_index[stage].submod)  # [2]
-
-    def _agree_in_pipeline(self) -> None:
-        """Before the first step, a rank that would wait for what others never send says so instead."""
-        if not self._agreed and dist.get_world_size(self._group) > 1:
-            with together("begin a step"), self._record.device_current():
-                check_the_same(SAME, all_gather(self._told(), self._group))
-        self._agreed = True
 
     # what a subclass may do otherwise -------------------------------------------------------------------------------
 

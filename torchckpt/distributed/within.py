@@ -139,9 +139,8 @@ class RecomputeWithin(RecomputeAhead):
         self._live_bytes = self._boundaries = None
         if self._refusal is not None:
             raise without_traceback(self._refusal)
-        self._raise_if_left()
+        self._check_ranks()  # of this pipeline; then all of the job agree
         if self.is_training:
-            self._agree_in_pipeline()  # then with other pipelines of the job
             self._begin_step()
         with self._live_bytes.entered() if self._live_bytes else nullcontext(), super().running():
             yield
