@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import torchckpt
-from tests.accelerator import TYPE
+from tests.accelerator import TYPE, take_once
 from tests.device import load, why_not
 from tests.device.fixtures import sim, simulator
 from tests.device.unsimulated import why_unsimulated
@@ -59,6 +59,8 @@ def pytest_collection_finish(session):
 def device(request):
     if request.param == "sim":
         request.getfixturevalue("sim")
+    if request.param == TYPE:
+        take_once()
     return torch.device(request.param)
 
 
@@ -67,6 +69,7 @@ def accelerator(request):
     """The accelerator, of a test with that mark."""
     if TYPE == "sim":
         request.getfixturevalue("sim")
+    take_once()
     return torch.device(TYPE, 0)
 
 

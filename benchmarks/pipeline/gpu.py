@@ -201,7 +201,7 @@ class Work(NamedTuple):
     rounds: int
     shares: Sequence[float] = (0.1, 0.25, 0.5, 1.0)
     """tc/tf: copy time over forward time."""
-    forward_seconds: float = 0.01
+    forward_seconds: float = 0.004
     """Forward seconds of the stages that pause."""
 
 

@@ -78,17 +78,17 @@ def model(accelerator):
 
 def test_the_memory_of_the_whole_device(model, accelerator):
     x = torch.randn(8, 64, 16).to(accelerator)
-    most = step(model, x)[0]
+    most = [step(model, x)[0] for _ in range(2)][-1]
     there = torch.accelerator.memory_allocated()
     with torchckpt.checkpoint_layers(model, "layers.*", device_memory=there + int(0.7 * most)) as handle:
         for _ in range(3):
             step(model, x)
         assert handle.plan.budget_bytes == pytest.approx(0.7 * most, rel=0.01)
         before = len(handle.plan.kept)
-        state = torch.empty(int(0.1 * most), dtype=torch.uint8, device=accelerator)  # an optimizer's
+        state = torch.empty(int(0.2 * most), dtype=torch.uint8, device=accelerator)  # an optimizer's
         step(model, x)
         assert len(handle.plan.kept) < before
-        assert handle.plan.budget_bytes == pytest.approx(0.6 * most, rel=0.01)
+        assert handle.plan.budget_bytes == pytest.approx(0.5 * most, rel=0.01)
         del state
 
 

@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 import torchckpt
+from tests.helpers import Probe
 from tests.layers.models import Attention, Model, Wide, gradients, plain_gradients, random_model
 from torchckpt.regions.live import LiveStorages
 from torchckpt.testing import count_recomputes
@@ -117,6 +119,27 @@ def test_a_call_that_no_backward_reaches_says_nothing_of_others(model, x):
     with torchckpt.checkpoint_layers(model, "layers.*", budget="100%") as handle:
         assert [recomputes(model, x) for _ in range(3)] == [3, 0, 0]
         assert [call.replay_seconds > 0 for call in handle.plan.took.calls] == [True] * 3 + [False]
+
+
+def test_like_calls_take_the_seconds_of_the_one_that_was_disturbed_least(x, monkeypatch):
+    """As the first one is, whose kernels are loaded."""
+    now = [0.0]
+
+    class Slow(Wide):
+        def forward(self, x):
+            now[0] += 100.0 if now[0] == 0 else 1.0
+            return super().forward(Probe.apply(x, later))
+
+    def later():
+        now[0] += 50.0 if now[0] < 105 else 2.0
+
+    clock = mock.Mock(stamp=lambda: now[0], reader=lambda: float)
+    monkeypatch.setattr("torchckpt.layers.count.Clock", lambda device: clock)
+    model = Model([Slow(16, 32) for _ in range(4)])
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="60%") as handle:
+        for _ in range(2):
+            model(x).sum().backward()
+        assert [call[1:4] for call in handle.plan.took.calls] == [(1.0, 1.0, 2.0)] * 4
 
 
 def test_where_everything_fits_no_region_is_made(model, x):

@@ -132,3 +132,10 @@ def test_a_device_that_counts_itself_is_asked(monkeypatch):
         alive.replays()
         allocator.allocate(5)
     assert alive.levels == {FIRST: Level(70, 20), SECOND: Level(30, 30, 25)}
+
+
+def test_a_device_that_was_never_used_is_made_ready_before_its_statistics_are_reset(monkeypatch):
+    allocator = Allocator()
+    allocator.init = lambda: setattr(allocator, "is_ready", True)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: allocator)
+    assert module.LiveStorages(torch.device("cuda")).allocator.is_ready

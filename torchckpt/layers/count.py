@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchckpt.layers.took import Call, Key, Took
+from torchckpt.layers.took import FIRST_BYTES, Call, Key, Took
 from torchckpt.measuring.live import Watch
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.devices import Clock
@@ -229,6 +229,7 @@ def _begun_collectives() -> dict[dist.ProcessGroup, int]:
     return begun_collectives()
 
 
+_SECONDS = Call._fields[1:FIRST_BYTES]
 _NONE = Inner(0, 0, {})
 _NOTHING = Moment(Kind.END, -1, 0, 0, 0.0)
 """In place of a call that was never replayed."""
@@ -250,24 +251,23 @@ def _took(
         place = places.get((kind, call))
         return (_NOTHING, _NOTHING) if place is None else (moments[place], ends[place])
 
-    groups: dict[Any, list[float]] = {}  # of calls with the same shapes, which save as much
+    groups: dict[Any, list[tuple[float, float, float]]] = {}  # of calls with the same shapes, which save as much
     calls: list[Call] = []
-    shared: list[list[float]] = []
+    shared: list[list[tuple[float, float, float]]] = []
     for number, (_, layer, *shapes) in enumerate(key):
         (start, end), (replay, replayed) = part(Kind.FORWARD, number), part(Kind.REPLAY, number)
         backward, done = part(Kind.BACKWARD, number)
-        seconds = min(replayed.seconds - replay.seconds, end.seconds - start.seconds)  # which both run it
+        forward_seconds, replay_seconds = end.seconds - start.seconds, replayed.seconds - replay.seconds
+        replay_seconds = min(replay_seconds, forward_seconds)  # which both run it
         is_replayed = (Kind.REPLAY, number) in places
         holds = inner.get(number, _NONE)
         alike = groups.setdefault((*shapes, *holds[:2]), []) if is_replayed else []
-        alike.append(seconds if is_replayed else 0.0)
+        alike.append((forward_seconds, replay_seconds * is_replayed, done.seconds - backward.seconds))
         rises = replayed.highest_bytes - replay.left_bytes
         rises = max(rises - again.get(number, 0), min(rises, holds.size))
         calls.append(Call(
             layer,
-            end.seconds - start.seconds,
-            0.0,
-            done.seconds - backward.seconds,
+            *alike[-1],
             boundary.get(number, 0),
             holds.size,
             end.highest_bytes,
@@ -280,7 +280,9 @@ def _took(
         ))
         shared.append(alike)
     replays = [places.get((Kind.REPLAY, number), -1) for number in range(len(key))]
-    timed = (call._replace(replay_seconds=min(alike)) for call, alike in zip(calls, shared))  # others were disturbed
+    timed = (  # others were disturbed, as by kernels that are loaded when they are first used
+        call._replace(**dict(zip(_SECONDS, map(min, zip(*alike))))) for call, alike in zip(calls, shared)
+    )
     if any(later > place for place, later in pairwise(filter(lambda place: place >= 0, replays))):
         timed = (call._replace(moved_bytes=0.0) for call in timed)  # what goes comes back in reverse order
     return _with_cached(timed, moments, replays, inner, late)

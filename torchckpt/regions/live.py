@@ -144,4 +144,8 @@ def allocator_of(device: torch.device) -> Any:
     if device.type in ("cpu", "meta"):
         return None
     module = torch.get_device_module(device)
-    return module if all(hasattr(module, name) for name in _ASKED) else None
+    if not all(hasattr(module, name) for name in _ASKED):
+        return None
+    if hasattr(module, "init"):
+        module.init()  # CUDA resets no statistics of a device that was never used
+    return module

@@ -72,7 +72,7 @@ def test_hooks_inside_the_function_are_its_own_business(device):
 
     def program(call, x):
         def function(x):
-            with saved_tensors_hooks(lambda tensor: tensor * 1, lambda tensor: tensor):
+            with saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor):
                 return block(x)
 
         return call(lambda x: function(x).exp(), x)
@@ -83,8 +83,14 @@ def test_hooks_inside_the_function_are_its_own_business(device):
 def test_hooks_that_change_what_they_keep(call, device):
     block = Block().to(device)
 
+    def pack(tensor):
+        return tensor.dtype, tensor.double().cpu()  # a dropout on CUDA saves a mask, in bool
+
+    def unpack(kept):
+        return kept[1].to(device, kept[0])
+
     def program(call, x):
-        with saved_tensors_hooks(lambda tensor: tensor.double().cpu(), lambda kept: kept.float().to(device)):
+        with saved_tensors_hooks(pack, unpack):
             return call(block, x)
 
     assert_program_transparent(call, program, leaf(3, 4, device=device), modules=[block])

@@ -196,7 +196,8 @@ def seen_of(call, block, x, options, fullgraph=True):
 def test_region_inside_a_full_graph_is_that_of_torch(by_module, device, options):
     block, x = Block().to(device), leaf(3, 4, device=device)
     expected = values_of(around(plain, block, {}), block, x)
-    _, as_torch = seen_of(stock, block, x, options)
+    values, as_torch = seen_of(stock, block, x, options)
+    expected = values if device.type == "cuda" else expected  # where compiled dropout draws other numbers
     consulted.clear()
     if by_module:
         torchckpt.checkpoint_module(block, **options)
@@ -237,8 +238,10 @@ def test_nested_and_keyword_regions_inside_a_full_graph(device):
 
         return lambda x: call(function, x, scale=0.5).cos()
 
-    gradients = []
-    for run in program(plain), torch.compile(program(checkpoint), backend="aot_eager", fullgraph=True):
+    gradients, beside = [], program(plain)
+    if device.type == "cuda":
+        beside = torch.compile(beside, backend="aot_eager")
+    for run in beside, torch.compile(program(checkpoint), backend="aot_eager", fullgraph=True):
         torch.manual_seed(1)
         gradients.append(torch.autograd.grad(run(x).sum(), [x, *outer.parameters(), *inner.parameters()]))
     assert all(map(torch.equal, *gradients))
@@ -246,8 +249,8 @@ def test_nested_and_keyword_regions_inside_a_full_graph(device):
 
 def test_checkpointed_layers_of_a_compiled_model(device):
     model, x = nn.Sequential(Block(), Block()).to(device), leaf(3, 4, device=device)
-    _, as_torch = seen_of(lambda model, x: stock(model[1], stock(model[0], x)), model, x, {})
-    expected = values_of(around(plain, model, {}), model, x)
+    values, as_torch = seen_of(lambda model, x: stock(model[1], stock(model[0], x)), model, x, {})
+    expected = values if device.type == "cuda" else values_of(around(plain, model, {}), model, x)
     for layer in model:
         torchckpt.checkpoint_module(layer)
     received, counted = seen_of(plain, model, x, {})
