@@ -28,7 +28,7 @@ import torchckpt
 from benchmarks.devices import chosen, half, module_of, name_of, synchronize
 from benchmarks.offload.peers import PEERS
 from benchmarks.options import write
-from benchmarks.turns import in_turn, ratios, spread
+from benchmarks.turns import Spread, in_turn, ratios, spread
 from torchckpt import BudgetInfeasible
 from torchckpt.planning.remat.frontier_svg import draw_frontier
 
@@ -248,7 +248,7 @@ def show(found: dict[str, Any]) -> None:
         budget, planned = ("" if size is None else f"{size / plain_bytes:.1%}" for size in promised)
         extra = f"{1 + row['recompute seconds'] / plain_seconds:.2f}" if "recompute seconds" in row else ""
         calls = f"{row['kept']} / {row['away']} / {row['calls']}" if "kept" in row else ""
-        cells = [name, budget, f"{row['peak bytes'] / plain_bytes:.1%}", planned, str(row["step"]), extra, calls]
+        cells = [name, budget, f"{row['peak bytes'] / plain_bytes:.1%}", planned, str(Spread(*row["step"])), extra, calls]
         print(f"| {' | '.join(cells)} | {'equal' if row['equal'] else 'other'} |")
 
 

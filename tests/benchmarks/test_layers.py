@@ -1,11 +1,13 @@
 """The benchmark of budgets over layers, its short version: bytes, FLOPs and bits, no seconds."""
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from benchmarks.layers import beside
+from benchmarks.layers import beside, large
 from benchmarks.turns import Spread
-from tests.scripts import printed_by
+from tests.scripts import ROOT, printed_by
 from tests.slow import slow
 
 
@@ -42,3 +44,16 @@ def test_the_picture_has_a_chart_of_each_model(model, tmp_path):
     text = (tmp_path / "beside.svg").read_text()
     assert text.count("bytes and extra time, by layers and otherwise") >= 2
     assert [tool for tool in ("every=k", "rematerialize", "selective policies") if tool not in text] == []
+
+
+def test_the_table_of_the_page_is_that_of_the_results_on_a_gpu(capsys, tmp_path):
+    found = json.loads((ROOT / "benchmarks/results/nvidia-h100-80gb-hbm3.json").read_text())["layers"]["large"]
+    large.show(found)
+    page = (ROOT / "benchmarks/layers/README.md").read_text().partition("## On a GPU")[2]
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) == 12
+    for _, budget, peak, planned, step, *_ in rows[1:]:
+        assert f"| {budget} | {peak} | {planned} | {step} |" in page
+    assert {row[-1] for row in rows} == {"equal |"}
+    large.draw(found, tmp_path / "large.svg")
+    assert (tmp_path / "large.svg").read_text() == (ROOT / "benchmarks/layers/large.svg").read_text()
