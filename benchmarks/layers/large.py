@@ -248,7 +248,8 @@ def show(found: dict[str, Any]) -> None:
         budget, planned = ("" if size is None else f"{size / plain_bytes:.1%}" for size in promised)
         extra = f"{1 + row['recompute seconds'] / plain_seconds:.2f}" if "recompute seconds" in row else ""
         calls = f"{row['kept']} / {row['away']} / {row['calls']}" if "kept" in row else ""
-        cells = [name, budget, f"{row['peak bytes'] / plain_bytes:.1%}", planned, str(Spread(*row["step"])), extra, calls]
+        peak, step = f"{row['peak bytes'] / plain_bytes:.1%}", str(Spread(*row["step"]))
+        cells = [name, budget, peak, planned, step, extra, calls]
         print(f"| {' | '.join(cells)} | {'equal' if row['equal'] else 'other'} |")
 
 
