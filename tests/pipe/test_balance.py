@@ -377,6 +377,14 @@ def test_faults(balance_by: Any, arguments: Any, text: str) -> None:
     assert str(raised.value).startswith(f"{balance_by.__name__}(): ")
 
 
+def test_nothing_is_timed_on_meta() -> None:
+    layers = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    for model, x in (layers, torch.ones(3, 2, device="meta")), (layers.to("meta"), torch.ones(3, 2)):
+        with pytest.raises(ArgumentError, match="nothing takes time on meta"):
+            balance_by_time(2, model, x)
+    assert balance_by_bytes(2, layers, torch.ones(3, 2, device="meta")) == [1, 1]
+
+
 def test_faults_of_options() -> None:
     text = "rounds is not an integer >= 1\n  received: rounds=0\n  works:    rounds=1"
     with pytest.raises(ArgumentError, match=re.escape(text)):

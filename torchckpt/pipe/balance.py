@@ -116,7 +116,10 @@ def balance_by_time(
     The method, measuring and then balancing, is torchgpipe's (Kim et al., 2020).
     """
     layers = layers_of(module, split_nested) if isinstance(module, nn.Sequential) else []
-    check([*_faults("balance_by_time", partitions, layers, module, sample, kwargs), *whole("rounds", rounds)])
+    faults = [*_faults("balance_by_time", partitions, layers, module, sample, kwargs), *whole("rounds", rounds)]
+    if any(tensor.is_meta for tensor in (*(module.parameters() if layers else ()), *tensors_in((sample, kwargs)))):
+        faults.append(Fault("nothing takes time on meta", "a tensor on meta", "balance_by_bytes(2, module, x)"))
+    check(faults)
     devices = accelerators_among((sample, list(module.parameters())), kwargs)
 
     def weigh(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, Any]:
