@@ -2,9 +2,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -15,7 +14,7 @@ from torchckpt.regions.devices import accelerator_type
 from torchckpt.regions.state.layout import Modules
 
 __all__ = [
-    "ChangedInputs", "Layer", "Stage", "WithDevice", "argument_faults", "balance_by_device", "described",
+    "ChangedInputs", "Layer", "Mode", "Stage", "WithDevice", "argument_faults", "balance_by_device", "described",
     "even_balance", "indexed", "layer_faults", "layers_of", "partition", "placement_faults",
 ]
 
@@ -55,14 +54,10 @@ class Layer(NamedTuple):
         return f"layer {self.name} ({type(self.module).__name__})"
 
 
-@dataclass
-class ChangedInputs:
-    """The inputs that a stage changes in place, as indices into the tensors that it gets."""
+Mode: TypeAlias = tuple[int, ...]
 
-    changed: frozenset[int] | None = None
-    """All of them; None until the stage has run once."""
-    now: set[int] = field(default_factory=set)
-    """The changes seen so far in the first run."""
+ChangedInputs: TypeAlias = dict[Mode, frozenset[int]]
+"""The inputs that a stage changes in place, as indices into the tensors that it gets, by the mode of its first run."""
 
 
 class Stage:
@@ -143,7 +138,7 @@ def partition(
         first, inside = end - count, layers[end - count : end]
         if device is None:
             device = next(iter(_devices_of(inside)), stages[-1].device if stages else torch.device("cpu"))
-        stages.append(Stage(number, first, inside, device, in_place.setdefault((first, end), ChangedInputs())))
+        stages.append(Stage(number, first, inside, device, in_place.setdefault((first, end), {})))
     return stages
 
 

@@ -1,6 +1,7 @@
 """Layers that change in place what their stage gets: right where nobody else reads it, or refused in the forward."""
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -10,7 +11,6 @@ from torch import Tensor, nn
 from torchckpt import Pipe
 from torchckpt.errors import ArgumentError
 from torchckpt.pipe import NoChunk
-from torchckpt.pipe.partition import ChangedInputs
 from torchckpt.pipe.run.visit import Memory, shared_places
 from torchckpt.pipe.skip import pop, stash
 
@@ -199,7 +199,7 @@ def test_a_stage_that_changes_its_input_at_first_in_a_later_run_is_an_error_once
     pipe = Pipe(layers, [1, 1], chunks=4, checkpoint="always")
     assert all(map(torch.equal, gradients(pipe, x), expected))
     layers[1].now = True
-    with pytest.raises(ArgumentError, match=r"changed by layer 1 \(Now\): the first run of the stage did not"):
+    with pytest.raises(ArgumentError, match=r"layer 1 \(Now\): the first run of the stage in this mode did not change it"):
         gradients(pipe, x)
     assert all(map(torch.equal, gradients(pipe, x), expected))
 
@@ -214,8 +214,78 @@ def test_only_the_first_run_and_stages_that_change_their_input_work_on_copies() 
         copies.append(sum(event.count for event in profile.key_averages() if event.key == "aten::clone"))
     #         the first micro-batch of each stage, the second of the last; then both of the last
     assert copies == [3 + 1, 2]
-    changed = [stage.in_place for stage in pipe.stages]
-    assert changed == [ChangedInputs(set()), ChangedInputs(set()), ChangedInputs({0}, {0})]
+    assert [[*stage.in_place.values()] for stage in pipe.stages] == [[set()], [set()], [{0}]]
+
+
+class UnlessLeaf(nn.Module):
+    """Changes its input in place where autograd lets it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x.is_leaf and x.requires_grad else x.mul_(2)
+
+
+class OnlyInGrad(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2) if torch.is_grad_enabled() else x * 2
+
+
+def nothing(pipe: Pipe, x: Tensor) -> None:
+    pass
+
+
+def validation(pipe: Pipe, x: Tensor) -> None:
+    with torch.no_grad():
+        pipe.eval()(x)
+
+
+def inference(pipe: Pipe, x: Tensor) -> None:
+    with torch.inference_mode():
+        pipe.eval()(x)
+        pipe.train()(x.clone())
+
+
+def gradient_of_the_input(pipe: Pipe, x: Tensor) -> None:
+    with suppress(RuntimeError):  # most may not change a leaf
+        pipe(x.clone().requires_grad_())
+
+
+MODELS: dict[str, Any] = {
+    "dropout": lambda: [nn.Dropout(0.5, inplace=True)],
+    "dropout inside": lambda: [nn.Sequential(nn.Identity(), nn.Dropout(0.5, inplace=True))],
+    "unless it is a leaf": lambda: [UnlessLeaf()],
+    "only where there are gradients": lambda: [OnlyInGrad()],
+    "always": lambda: [nn.ReLU(inplace=True)],
+}
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("options", [{"checkpoint": mode} for mode in MODES] + [{"budget": 10**9}], ids=str)
+@pytest.mark.parametrize("before", [validation, inference, gradient_of_the_input])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_what_a_stage_changes_is_known_by_mode(make: Any, options: Any, before: Any, chunks: int) -> None:
+    received, x = [], torch.randn(4, 4)
+    for first in (nothing, before):
+        torch.manual_seed(0)
+        pipe, own = Pipe(nn.Sequential(*make(), linear()), [2], chunks=chunks, **options), x.clone()
+        first(pipe, own)
+        for module in pipe.train().modules():  # those inside alone
+            module.training = isinstance(module, nn.Dropout)
+        received.append(gradients(pipe, own))
+        assert torch.equal(own, x), "a pipeline does not change what its caller has"
+    assert all(map(torch.equal, *received))
+
+
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_without_gradients_the_input_of_the_caller_stays(guard: Any, requires_grad: bool, chunks: int) -> None:
+    layers, own = nn.Sequential(nn.ReLU(inplace=True), linear()), torch.randn(4, 4)
+    pipe, x = Pipe(layers, [2], chunks=chunks), own.clone().requires_grad_(requires_grad)
+    for _ in range(2):
+        with guard():
+            assert torch.equal(pipe(x), layers(own.clone()))
+            assert torch.equal(pipe(own.clone()), layers(own.clone()))
+        assert torch.equal(x, own)
 
 
 def test_places_of_shared_memory() -> None:

@@ -40,6 +40,6 @@ def parts_of(stage: Stage, in_place: dict[tuple[int, int], ChangedInputs]) -> li
     parts = []
     for end, count in zip(accumulate(counts), counts):
         first = stage.first + end - count
-        changed = in_place.setdefault((first, first + count), ChangedInputs())
+        changed = in_place.setdefault((first, first + count), {})
         parts.append(Stage(stage.number, first, stage.layers[end - count : end], stage.device, changed))
     return parts

@@ -2,8 +2,8 @@
 
 Layers may change an input of their stage in place, such as ``ReLU(inplace=True)`` as the first layer of a stage. But a
 replay must start from the same input as the forward, and the input of the first stage belongs to the caller. So the
-stage works on a copy of that input, made inside the region. The first run of a stage copies all its inputs, and notes
-which of them it changes.
+stage works on a copy of that input, made inside the region. The first run of a stage in a mode (``_mode_of``) copies
+all its inputs, and notes which of them it changes. Inference tensors have no versions that tell: all are copied.
 
 If an input shares memory with another tensor that crosses a cut, a copy would give other results than the plain layers.
 Changing such an input is an error in the forward.
@@ -14,16 +14,17 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, called, check, raise_fault
 from torchckpt.pipe.microbatch import MicroBatch
-from torchckpt.pipe.partition import Stage
+from torchckpt.pipe.partition import Mode, Stage
 from torchckpt.pipe.run.regions import Part
 from torchckpt.pipe.skip import Name, Skips, StageSkips, stasher_behind
 from torchckpt.regions.private import storage_key
-from torchckpt.regions.state.layout import NamesModules
+from torchckpt.regions.state.layout import NamesModules, layout_of
 from torchckpt.tensors import PutBack, hides_tensors, tensors_of, tensors_of_pair
 
 __all__ = ["InFlight", "Memory", "StageCall", "Visited", "of_caller", "visit"]
@@ -156,8 +157,8 @@ def _output_faults(stage: Stage, output: object, is_cut: bool) -> list[Fault]:
 
 # in place -------------------------------------------------------------------------------------------------------------
 
-_Watched: TypeAlias = list[tuple[int, Tensor, int]]
-"""The inputs of a forward that were not changed yet: the index, the tensor, its version."""
+_Watched: TypeAlias = dict[int, tuple[Tensor, int]]
+"""The inputs of a forward that were not changed yet, by index, each with its version."""
 
 
 class StageCall(NamesModules):
@@ -178,7 +179,8 @@ class StageCall(NamesModules):
         self._stage, self._skips, self._shared = stage, skips, shared
         self._uncopied = frozenset() if is_first else frozenset(shared or ())
         self._known = stage.in_place if on_copies else None
-        self._copied = frozenset() if self._known is None else self._known.changed  # None: all
+        self._mode: Mode = ()
+        self._copied: frozenset[int] | None = frozenset()  # None: all
         self._is_forward = True
         self.region_modules = stage.modules
         self.__qualname__ = stage.__qualname__
@@ -188,15 +190,25 @@ class StageCall(NamesModules):
         if self._shared is None:
             return self._skips.run(partial(self._run, args, kwargs, None))
         tensors, put_back = tensors_of_pair((args, kwargs))
-        places = range(len(tensors)) if self._copied is None else self._copied.intersection(range(len(tensors)))
-        # A leaf that requires grad cannot be changed in place.
-        leaves = {place for place in places if tensors[place].requires_grad and tensors[place].is_leaf}
+        if is_forward and self._known is not None:
+            self._mode = _mode_of(self, tensors)
+            self._copied = self._known.get(self._mode)
+        places = range(len(tensors)) if self._copied is None else self._copied
+        # A leaf that requires grad cannot be changed in place where there are gradients.
+        is_graded = torch.is_grad_enabled()
+        leaves = {place for place in places if is_graded and tensors[place].requires_grad and tensors[place].is_leaf}
         copied = {*places} - leaves - self._uncopied
         if copied:
             tensors = tuple(tensor.clone() if n in copied else tensor for n, tensor in enumerate(tensors))
             args, kwargs = put_back(tensors)
-        watched = [(n, x, x._version) for n, x in enumerate(tensors) if not x.is_inference()] if is_forward else None
-        return self._skips.run(partial(self._run, args, kwargs, watched), tensors)
+        if not is_forward:
+            return self._skips.run(partial(self._run, args, kwargs, None), tensors)
+        watched = {n: (x, x._version) for n, x in enumerate(tensors) if not x.is_inference()}
+        is_first, is_told = self._copied is None, len(watched) == len(tensors)
+        result = self._skips.run(partial(self._run, args, kwargs, watched), tensors)
+        if is_first and is_told and self._known is not None:
+            self._known[self._mode] = frozenset(range(len(tensors))) - watched.keys()
+        return result
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], watched: _Watched | None) -> Any:
         for layer in self._stage.layers:
@@ -204,24 +216,19 @@ class StageCall(NamesModules):
             args, kwargs = (layer.module(*args, **kwargs),), {}
             if watched:
                 self._note_changes(watched, layer)
-        if watched is not None and self._known is not None and self._copied is None:
-            self._known.changed = frozenset(self._known.now)
         return args[0]
 
     def _note_changes(self, watched: _Watched, layer: object) -> None:
         """Note which inputs ``layer`` has changed, or raise."""
-        for entry in tuple(watched):
-            place, tensor, version = entry
+        for place, (tensor, version) in tuple(watched.items()):
             if tensor._version == version:
                 continue
-            watched.remove(entry)
+            del watched[place]
             if place in (self._shared or ()):
                 self._refuse(place, layer, "it shares memory with another tensor or with a skip")
-            if self._known is not None:
-                self._known.now.add(place)
-                if self._copied is not None and place not in self._copied:
-                    self._known.changed = self._copied | {place}
-                    self._refuse(place, layer, "the first run of the stage did not change it")
+            if self._known is not None and self._copied is not None and place not in self._copied:
+                self._known[self._mode] = self._copied | {place}
+                self._refuse(place, layer, "the first run of the stage in this mode did not change it")
 
     def _refuse(self, place: int, layer: object, why: str) -> NoReturn:
         rule = "a stage changes an input in place that something else may read"
@@ -229,6 +236,14 @@ class StageCall(NamesModules):
         works = "the operation out of place, such as ReLU(inplace=False) or x = x + 1"
         with called("Pipe"):
             raise_fault(Fault(rule, received, works))
+
+
+def _mode_of(call: StageCall, tensors: Sequence[Tensor]) -> Mode:
+    """What may decide which of ``tensors`` the layers change: gradients, leaves, and what is in training."""
+    layout = layout_of(call)
+    training = () if layout is None else (bool(of.get("training")) for of in layout[0].dicts)
+    leaves = (is_true for tensor in tensors for is_true in (tensor.requires_grad, tensor.is_leaf))
+    return torch.is_grad_enabled(), len(tensors), *leaves, *training
 
 
 def shared_places(leaving: Sequence[Tensor], others: Iterable[Tensor] = ()) -> frozenset[int]:
