@@ -16,7 +16,7 @@ from torch.fx.graph import CodeGen
 from torchckpt.graph.private.surroundings import backward_without_autocast, cast_once_in, eager_kernels
 from torchckpt.graph.private.trace import Boxed, Partition, RunBackward, backward_compiler, boxed
 
-__all__ = ["break_of", "by_inductor", "by_operator", "in_one_graph", "outer_frame", "outside_graph", "refreshed"]
+__all__ = ["break_of", "by_inductor", "by_operator", "compiling_whole", "outer_frame", "outside_graph", "refreshed"]
 
 @torch.compiler.disable(  # type: ignore[untyped-decorator,no-untyped-call]  # untyped in torch
     reason="a rematerialized module has its own graphs, and runs outside compiled ones; torch.compile the model with "
@@ -27,11 +27,14 @@ def outside_graph(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     return run(*args, **kwargs)
 
 
-def in_one_graph() -> AbstractContextManager[Any]:
-    """Inside this context, Dynamo does not split the graph of a DistributedDataParallel module at gradient buckets."""
+def compiling_whole() -> AbstractContextManager[Any]:
+    """Inside this context, Dynamo compiles each call as one graph: it does not split that of a DistributedDataParallel
+    module at gradient buckets, and does not count the calls, or other modules of the class, that were compiled before.
+    """
     import torch._dynamo.config as config
 
-    return config.patch(optimize_ddp=False)  # type: ignore[no-any-return]
+    limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), sys.maxsize)
+    return config.patch(optimize_ddp=False, **limits)  # type: ignore[no-any-return]
 
 
 def break_of(module: fx.GraphModule) -> tuple[str, str] | None:

@@ -9,6 +9,7 @@ dominate.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -36,7 +37,7 @@ from torchckpt.planning.budget import Budget
 from torchckpt.planning.remat.flow.memory import simulate
 from torchckpt.planning.remat.plan import Plan
 
-__all__ = ["Backend", "backend"]
+__all__ = ["Backend", "backend", "version_of"]
 
 Inner = Literal["inductor", "eager"]
 
@@ -144,10 +145,10 @@ class _SameOverlaps:
             raise CaptureError(str(Fault(rule, received, "x = x.clone() before the call")))
         is_first = self._changed is None
         tensors = [place for place in self._places if isinstance(inputs[place], Tensor)] if is_first else []
-        versions = {place: _version(inputs[place]) for place in tensors}
+        versions = {place: version_of(inputs[place]) for place in tensors}
         outputs = self._run(*inputs)
         if is_first:
-            self._changed = tuple(place for place, version in versions.items() if _version(inputs[place]) != version)
+            self._changed = tuple(place for place, version in versions.items() if version_of(inputs[place]) != version)
             self._overlaps = self._overlaps_of(inputs)
         self._refuse_views(inputs, outputs)
         return outputs
@@ -177,7 +178,8 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """How often the tensor was changed in place. An inference tensor does not tell."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -211,7 +213,7 @@ def _compiled(module: fx.GraphModule, inputs: Sequence[Any], planner: GraphPlann
             return run
     rule = "Inductor allocates more than the planned bytes"
     received = f"{reserve_bytes} bytes more, after {_ATTEMPTS} plans"
-    raise CaptureError(str(Fault(rule, received, 'a larger budget; or inner="eager"')))
+    raise CaptureError(str(Fault(rule, received, 'graph.backend(inner="eager"); or graph.rematerialize(model, engine="eager")')))
 
 
 class _Exceeds(Exception):
@@ -223,7 +225,7 @@ class _Attempt:
 
     def __init__(self, planner: GraphPlanner, reserve_bytes: int) -> None:
         self._planner, self._reserve_bytes = planner, reserve_bytes
-        self._planned_bytes = self._needed_bytes = 0
+        self._planned_bytes, self._needed_bytes = sys.maxsize, 0  # where nothing is planned, nothing is exceeded
 
     @property
     def spare_bytes(self) -> int:

@@ -1,7 +1,8 @@
 """Call: a module's call, traced for one kind of inputs, and run from the trace afterwards."""
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +13,9 @@ from torch.utils import _pytree as pytree
 from torchckpt.errors import CaptureError, Fault
 from torchckpt.graph.annotations import named_modules
 from torchckpt.graph.choose.planner import GraphPlanner
-from torchckpt.graph.private.dynamo import in_one_graph
+from torchckpt.graph.private.dynamo import compiling_whole
 from torchckpt.graph.progress import log_unread
-from torchckpt.graph.run.backend import Backend
+from torchckpt.graph.run.backend import Backend, version_of
 from torchckpt.graph.step.joint import Joint
 from torchckpt.graph.step.partial import Absent, Unread
 from torchckpt.graph.trace.capture import TRACE_LOCK, Capture, Halves
@@ -92,17 +93,28 @@ class CompiledCall:
 
     def __init__(self, model: nn.Module, backend: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._run = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
-        buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
-        with torch.random.fork_rng(), in_one_graph():
+        with torch.random.fork_rng(), _keeping_buffers(model), compiling_whole():
             self._run(*args, **kwargs)
-        with torch.no_grad():
-            for buffer, before in buffers.items():
-                buffer.copy_(before)
-        self.plan: Plan | None = backend.plans[-1]
+        self.plan: Plan | None = backend.plans[-1] if backend.plans else None
         self.planning_seconds = backend.planning_seconds
 
     def __call__(self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._run(*args, **kwargs)
+
+
+@contextmanager
+def _keeping_buffers(model: nn.Module) -> Iterator[None]:
+    """Run a forward inside this context; afterwards ``model`` has its buffers, with their values. One that was not
+    changed is not written to: graphs that saved it wait for their backward."""
+    owned = [(module, dict(module._buffers)) for module in model.modules()]
+    before = [(buffer, version_of(buffer), buffer.detach().clone()) for buffer in model.buffers()]
+    yield
+    for module, buffers in owned:
+        module._buffers.update(buffers)
+    with torch.no_grad():
+        for buffer, version, value in before:
+            if version_of(buffer) != version:
+                buffer.copy_(value)
 
 
 def _replaced(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -73,7 +73,8 @@ class Calls:
         self, function: str, model: nn.Module, run: nn.Module, planner: Callable[[], GraphPlanner], engine: str
     ) -> None:
         self._function, self.model, self._run, self._planner, self._engine = function, model, run, planner, engine
-        self._backend, self._compiling = Backend(planner), threading.Lock()  # Backend checks the planner's arguments
+        self._compiling = threading.Lock()
+        Backend(planner)  # checks the planner's arguments
         self._keywords = _keywords_of(model)
         self.known: dict[Any, Call | CompiledCall] = {}
         self._latest: Call | CompiledCall | None = None
@@ -163,7 +164,7 @@ class Calls:
         if self._engine == "eager":
             call: Call | CompiledCall = Call(self.model, self._run, tuple(state), args, kwargs, self._planner())
         else:
-            call = CompiledCall(self._run, self._backend, args, kwargs)
+            call = CompiledCall(self._run, Backend(self._planner), args, kwargs)
         log(self._function, self.model, reason, seconds(), call.planning_seconds, call.plan)
         after = guard_of(self.model, state, args, kwargs, outside.now())
         self._ignored.update(changed(self.model, guard, after))
