@@ -88,6 +88,19 @@ torch.autograd.grad(net(torch.randn(8, 4)).mean(), list(net.parameters()))
     assert [total >= RELU for total in ran(source, most=9).totals] == [True, True]
 
 
+def test_a_backward_that_makes_a_graph_is_no_pass(ran):
+    script = """
+    import warnings
+    warnings.simplefilter("ignore")  # torch says that such a backward leaks
+    for step in range(3):
+        x = torch.randn(8, 4, requires_grad=True)
+        net(x).sum().backward(create_graph=True)
+        (gradient,) = torch.autograd.grad(net(x).sum(), x, None, None, True)
+        gradient.square().sum().backward()
+    """
+    assert len(ran(NET + textwrap.dedent(script), most=9).passes) == 3
+
+
 def test_passes_inside_of_a_pass_are_part_of_it(ran):
     source = NET + """
 from torch.utils.checkpoint import checkpoint

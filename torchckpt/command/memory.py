@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import inspect
 import runpy
 import sys
 import threading
@@ -88,9 +89,12 @@ def run_script(arguments: Sequence[str], most: int, passes: list[SavedByLine]) -
     kept, thread, running = KeptStorages(), threading.get_ident(), threading.Lock()
 
     def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("create_graph") or threading.get_ident() != thread or running.locked():
+            makes_graph = signature.bind_partial(*args, **kwargs).arguments.get("create_graph")
+            if makes_graph or threading.get_ident() != thread or running.locked():
                 return function(*args, **kwargs)
             with running:
                 results = function(*args, **kwargs)

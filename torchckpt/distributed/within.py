@@ -21,9 +21,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
 
 from torchckpt.distributed.ahead import SAME, RecomputeAhead
 from torchckpt.distributed.faults import raise_without_regions
@@ -35,6 +34,8 @@ from torchckpt.distributed.record import Gathered
 from torchckpt.errors import CheckpointError, ScheduleError, without_traceback
 from torchckpt.measuring.link import MeasuredLink, measured_link
 from torchckpt.measuring.live import LiveBytes
+from torchckpt.measuring.shapes import Shapes, shapes_of
+from torchckpt.measuring.signature import Settings, Signature
 from torchckpt.modules import is_compiled
 from torchckpt.planning import Action, Choice, Kind, Schedule, State, Timeline
 from torchckpt.planning.budget import Bytes
@@ -60,7 +61,7 @@ class RecomputeWithin(RecomputeAhead):
         host: with a budget, the bytes of each rank on its host. Default: none.
     """
 
-    _remedy = "; if its shapes have changed, recompute_ahead(schedule, budget=...) anew, as a plan is for one shape"
+    _remedy = "; if its shapes have changed, new stages and their schedule, as a plan is for one shape"
 
     def __init__(self, live: Live, plain: Schedule, plan: Bytes | PipelinePlan, host: Bytes | None = None) -> None:
         self._phase: Measuring | Following
@@ -69,8 +70,9 @@ class RecomputeWithin(RecomputeAhead):
         self._any_tied = False
         self._live_bytes: LiveBytes | None = None  # of a step in which bytes are counted
         self._gradient_bytes: dict[int, float] = {}  # by stage, those that were there before it
-        self._input_shapes: tuple[Any, ...] = ()  # of what the forward of a stage was called with
-        self._shapes: dict[int, tuple[Any, ...]] = {}  # by stage, of a forward
+        self._input_shapes: Shapes = ()  # of what the forward of a stage was called with
+        self._signatures: dict[int, Signature] = {}  # by stage
+        self._settings = Settings()
         self._refusal: CheckpointError | None = None
         self._boundaries: Boundaries | None = None
         """Those of a step in which something goes to the host."""
@@ -220,7 +222,7 @@ class RecomputeWithin(RecomputeAhead):
         module, self._input_shapes = self._stage_by_index[stage].submod, ()
 
         def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._input_shapes = tuple(map(_shape_of, pytree.tree_leaves((args, kwargs))))
+            self._input_shapes = shapes_of(args, kwargs)
 
         hook = None if is_compiled(module) else module.register_forward_pre_hook(note, with_kwargs=True)
         with hook or nullcontext():  # a handle's context removes it
@@ -232,17 +234,11 @@ class RecomputeWithin(RecomputeAhead):
             self._going[stage], self._rises[stage] = scope.sent(), scope.rises
         if not scope.regions:
             raise_without_regions(stage, self._stage_by_index[stage].submod, outputs, is_planned=True)
-        seen = scope.regions, self._input_shapes, *map(_shape_of, tensors_in(outputs))
-        expected = self._shapes.setdefault(stage, seen)
+        seen = Signature(scope.regions, self._input_shapes, shapes_of(*tensors_in(outputs)))
+        expected = self._signatures.setdefault(stage, seen)
         if self.plan is not None:
-            expected = len(self.plan.problem.stages[stage].blocks), *expected[1:]
-        if seen != expected:
-            raise ScheduleError(
-                "a micro-batch has other shapes or regions than those that the plan is for\n"
-                f"  received: micro-batch {i} of stage {stage}: {_shown(seen)}; planned: {_shown(expected)}\n"
-                "  works:    the same shapes in every step; for others, a schedule of their own: "
-                "recompute_ahead(schedule, budget=...)"
-            )
+            expected = expected._replace(regions=len(self.plan.problem.stages[stage].blocks))
+        seen.check(expected, f"micro-batch {i} of stage {stage}")
 
     @contextmanager
     def _replaying(self, visit: Visit, region: int, frame: Frame) -> Iterator[None]:
@@ -261,6 +257,8 @@ class RecomputeWithin(RecomputeAhead):
     def _begin_step(self) -> None:
         if not self._steps:
             self._agree()
+        modules = {number: stage.submod for number, stage in self._stage_by_index.items()}
+        self._settings.check(modules, self._record.device.type)
         order = self._phase.order(self._steps)
         if order is not self._order:
             self._run(order)
@@ -272,7 +270,7 @@ class RecomputeWithin(RecomputeAhead):
         if self._phase.counts(self._steps):
             gc.collect()  # what is freed in the middle of the step would count as freed by it
             self._live_bytes = LiveBytes(self._record.device, not self._is_compiled())
-            self._gradient_bytes = gradient_bytes({n: x.submod.parameters() for n, x in self._stage_by_index.items()})
+            self._gradient_bytes = gradient_bytes({number: each.parameters() for number, each in modules.items()})
 
     def _run(self, order: Schedule) -> None:
         self._order, self.schedule = order, self.follow(order)
@@ -288,6 +286,7 @@ class RecomputeWithin(RecomputeAhead):
         if self._live_bytes is not None:
             self._phase.count(self.schedule, self._live_bytes.levels, self._gradient_bytes)
             self._live_bytes = None
+            self._settings.counted()
         if isinstance(self._phase, Measuring) and self._steps >= FIRST_STEPS:  # again, where an interrupt has come
             try:
                 self._phase, self._steps = self._planned(self._phase), 0  # [1]
@@ -360,14 +359,3 @@ def _seconds_of(step: Spans) -> float:
     """The seconds from the begin of the first action to the end of the last, of all ranks."""
     spans = [span for spans_of_rank in step for span in spans_of_rank]
     return max(span.end_seconds for span in spans) - min(span.start_seconds for span in spans)
-
-
-def _shape_of(value: object) -> Any:
-    return (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else type(value)
-
-
-def _shown(seen: tuple[Any, ...]) -> str:
-    regions, leaves, *outputs = seen
-    shapes = ", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for dtype, shape in outputs)
-    inputs = ", ".join(f"{list(leaf[1])}" for leaf in leaves if isinstance(leaf, tuple))
-    return f"{regions} regions, input {inputs or 'unknown'}, output {shapes or 'unknown'}"

@@ -43,9 +43,16 @@ class ModelSettings:
         except AttributeError:  # of None: a module or a parameter was exchanged
             self._look()
             flags = self._flags()
-        is_on = [torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) for kind in kinds]
-        dtypes = [torch.get_autocast_dtype(kind) if on else None for kind, on in zip(kinds, is_on)]
-        return f"settings={flags}", *(f"autocast={dtype}" for dtype in dtypes)
+        return f"settings={flags}", *(f"autocast={_autocast(kind)}" for kind in kinds)
+
+    def words(self, *kinds: str) -> dict[str, str]:
+        """The same in words, by the names of what has them: for errors, as it takes longer."""
+        model = self._model() or nn.Module()
+        modes = {f"module {name!r}": "in training" if child.training else "in evaluation"
+                 for name, child in model.named_modules()}
+        trained = {f"parameter {name!r}": "trained" if parameter.requires_grad else "not trained"
+                   for name, parameter in model.named_parameters()}
+        return {**trained, **modes, **{f"autocast of {kind}": f"{_autocast(kind)}" for kind in kinds}}
 
     @property
     def has_gradients(self) -> bool:
@@ -68,3 +75,8 @@ class ModelSettings:
     def _flags(self) -> int:
         modes = map(_trains, [module() for module in self._modules])
         return hash((*modes, *map(_requires_grad, [parameter() for parameter in self._parameters])))
+
+
+def _autocast(kind: str) -> torch.dtype | None:
+    is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if is_on else None

@@ -459,7 +459,8 @@ def test_regions_that_change(at):
     text = (
         r"^a micro-batch has other shapes or regions than those that the plan is for\n"
         r"  received: micro-batch \d of stage 0: 3 regions, input \[2, 8\], output float32 \[2, 8\]; "
-        r"planned: 2 regions, input \[2, 8\], output float32 \[2, 8\]\n  works:    the same shapes in every step; "
+        r"planned: 2 regions, input \[2, 8\], output float32 \[2, 8\]\n"
+        r"  works:    the same shapes and flags in every step; "
     )
     with pytest.raises(ScheduleError, match=text):
         several(schedule, stages)

@@ -199,7 +199,8 @@ def test_a_stage_that_changes_its_input_at_first_in_a_later_run_is_an_error_once
     pipe = Pipe(layers, [1, 1], chunks=4, checkpoint="always")
     assert all(map(torch.equal, gradients(pipe, x), expected))
     layers[1].now = True
-    with pytest.raises(ArgumentError, match=r"layer 1 \(Now\): the first run of the stage in this mode did not change it"):
+    text = r"layer 1 \(Now\): the first run of the stage in this mode did not change it"
+    with pytest.raises(ArgumentError, match=text):
         gradients(pipe, x)
     assert all(map(torch.equal, gradients(pipe, x), expected))
 

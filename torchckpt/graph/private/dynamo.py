@@ -34,7 +34,7 @@ def compiling_whole() -> AbstractContextManager[Any]:
     import torch._dynamo.config as config
 
     limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), sys.maxsize)
-    return config.patch(optimize_ddp=False, **limits)  # type: ignore[no-any-return]
+    return config.patch({"optimize_ddp": False, **limits})  # type: ignore[no-any-return]
 
 
 def break_of(module: fx.GraphModule) -> tuple[str, str] | None:
