@@ -26,6 +26,7 @@ __all__ = [
     "flops",
     "is_same",
     "likeness",
+    "settled",
     "subject",
     "within",
 ]
@@ -90,7 +91,7 @@ class Subject:
         run()
         if self.device.type == "cpu":
             return measured_peak(run)
-        before = _settled(self.device)
+        before = settled(self.device)
         run()
         synchronize()
         return int(module_of(self.device).max_memory_allocated(self.device)) - before
@@ -129,7 +130,8 @@ def counted(one: Subject, call: Any) -> dict[str, Any]:
     }
 
 
-def _settled(device: torch.device) -> int:
+def settled(device: torch.device) -> int:
+    """What is allocated on an idle ``device``, whose peak begins there."""
     synchronize()
     module_of(device).reset_peak_memory_stats(device)
     return int(module_of(device).memory_allocated(device))

@@ -11,7 +11,7 @@ import copy
 import gc
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # so that it runs from any folder
 
 import torchckpt
 from benchmarks.devices import chosen, half, module_of, name_of, synchronize
+from benchmarks.graph.subjects import settled
+from benchmarks.layers.ways import contexts
 from benchmarks.offload.peers import PEERS
 from benchmarks.options import write
 from benchmarks.turns import Spread, in_turn, ratios, spread
@@ -91,9 +92,7 @@ class Trial:
         run()
         self.model.zero_grad(set_to_none=True)
         gc.collect()
-        synchronize()
-        module_of(self.device).reset_peak_memory_stats(self.device)
-        before = module_of(self.device).memory_allocated(self.device)
+        before = settled(self.device)
         run()
         synchronize()
         return int(module_of(self.device).max_memory_allocated(self.device) - before)
@@ -143,7 +142,7 @@ def ways(trial: Trial, sizes: Sizes, peers: Collection[str]) -> Iterator[tuple[s
     """By name, what makes each."""
     yield "keep all", lambda: Way(trial.step())
     yield "torch.utils.checkpoint", partial(_stock, trial)
-    yield "SAC, products", partial(_stock, trial, context_fn=partial(create_selective_checkpoint_contexts, _keeps))
+    yield "SAC, products", partial(_stock, trial, context_fn=partial(contexts, 1))
     yield "checkpoint_layers", partial(_layers, trial, torchckpt.checkpoint_layers)
     yield "every=2", partial(_layers, trial, torchckpt.checkpoint_layers, every=2)
     for share in SHARES:
@@ -182,15 +181,6 @@ def _budgeted(trial: Trial, share: float, **options: Any) -> Way:
     return Way(step, budget, handle.plan)
 
 
-_PRODUCTS = ("mm", "addmm", "bmm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
-             "_scaled_dot_product_cudnn_attention")  # fmt: skip
-_KEPT = [getattr(torch.ops.aten, name).default for name in _PRODUCTS]
-
-
-def _keeps(context: Any, operator: Any, *args: Any, **named: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 # measuring ------------------------------------------------------------------------------------------------------------
 
 
@@ -205,7 +195,7 @@ def measure(device: torch.device, rounds: int, sizes: Sizes, peers: Collection[s
             way = make()
             rows[name] = _counted(trial, way)
             runs[name] = way.step
-        except (BudgetInfeasible, torch.OutOfMemoryError, RuntimeError) as error:
+        except (BudgetInfeasible, torch.OutOfMemoryError) as error:
             rows[name] = {"fails": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
     seconds = in_turn(runs, rounds)
     for name, values in seconds.items():
@@ -269,7 +259,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", help="default: cuda")
     parser.add_argument("--rounds", type=int, default=20)
@@ -277,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--peers", nargs="*", default=tuple(PEERS), help="other ways to have tensors on the host")
     parser.add_argument("--draw", type=Path, help="a file for the picture")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
-    given = parser.parse_args(arguments)
+    given = parser.parse_args()
     found = measure(chosen(given.device, 1), given.rounds, SMALL if given.small else Sizes(), given.peers)
     show(found)
     write(found, given.json)

@@ -17,7 +17,9 @@ from tests.models.image import Basic, UNet
 from tests.models.sequence import Block
 from torchckpt import BudgetInfeasible, checkpoint_layers
 
-__all__ = ["POLICIES", "SHARES", "Way", "budgeted", "compiled", "every_kth", "keep_all", "selective", "traced"]
+__all__ = [
+    "POLICIES", "SHARES", "Way", "budgeted", "compiled", "contexts", "every_kth", "keep_all", "selective", "traced",
+]  # fmt: skip
 
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
 """Budgets of torch's compiler, as shares of what a compiled graph saves."""
@@ -84,7 +86,11 @@ def traced(one: Subject, budget_bytes: int) -> Way:
 # torch's own ----------------------------------------------------------------------------------------------------------
 
 _ATEN = torch.ops.aten
-_PRODUCTS = (_ATEN.mm, _ATEN.addmm, _ATEN.bmm, _ATEN.convolution, _ATEN._scaled_dot_product_flash_attention_for_cpu)
+_PRODUCTS = (
+    _ATEN.mm, _ATEN.addmm, _ATEN.bmm, _ATEN.convolution, _ATEN._scaled_dot_product_flash_attention_for_cpu,
+    _ATEN._scaled_dot_product_flash_attention, _ATEN._scaled_dot_product_efficient_attention,
+    _ATEN._scaled_dot_product_cudnn_attention,
+)  # fmt: skip
 
 
 class _Products:
@@ -101,7 +107,8 @@ class _Products:
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _contexts(every: int) -> Any:
+def contexts(every: int) -> Any:
+    """Selective contexts that keep every n-th product of a region."""
     return create_selective_checkpoint_contexts(_Products(every))
 
 
@@ -114,7 +121,7 @@ def selective(one: Subject, every: int) -> Way:
     module = copy.deepcopy(one.module)
     for name in layers_of(module):
         parent, _, place = name.rpartition(".")
-        layer = Stock(module.get_submodule(name), context_fn=partial(_contexts, every))
+        layer = Stock(module.get_submodule(name), context_fn=partial(contexts, every))
         setattr(module.get_submodule(parent), place, layer)
     return Way(None, module)
 
