@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import inspect
 import runpy
 import sys
 import threading
@@ -74,23 +75,27 @@ class _Enough(BaseException):
 def run_script(arguments: Sequence[str], most: int, passes: list[SavedByLine]) -> None:
     """Run ``python arguments`` in this process until it ends, or until there are so many backward ``passes``.
 
-    A pass begins where the one before ended. Calls inside of a pass, calls of other threads, and those that make a
-    graph of gradients (``create_graph``) are none. Of a script that fails, or exits before its first pass, the last one
-    is what was kept until then.
+    A pass begins where the one before ended. Calls inside of a pass, calls of other threads, those that make a graph of
+    gradients (``create_graph``), and those of a trace are none. Of a script that fails, or exits before its first pass,
+    the last one is what was kept until then.
     """
     from unittest.mock import patch  # late, as torch is: other commands do not need them
 
     import torch
 
+    from torchckpt.regions.private import is_fake
     from torchckpt.testing.kept import KeptStorages
     from torchckpt.testing.lines import lines_of
 
     kept, thread, running = KeptStorages(), threading.get_ident(), threading.Lock()
 
     def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("create_graph") or threading.get_ident() != thread or running.locked():
+            makes_graph = signature.bind_partial(*args, **kwargs).arguments.get("create_graph")
+            if makes_graph or threading.get_ident() != thread or running.locked() or is_fake():
                 return function(*args, **kwargs)
             with running:
                 results = function(*args, **kwargs)
