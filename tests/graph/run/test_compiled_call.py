@@ -1,4 +1,4 @@
-"""engine="inductor": a call is compiled by Dynamo. Here operators run in place of kernels, but for tests marked slow."""
+"""engine="inductor": a call is compiled. Here operators run in place of kernels, but for tests that need a compiler."""
 from __future__ import annotations
 
 import copy

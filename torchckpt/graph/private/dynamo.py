@@ -33,7 +33,7 @@ def compiling_whole() -> AbstractContextManager[Any]:
     """
     import torch._dynamo.config as config
 
-    limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), sys.maxsize)
+    limits: dict[str, Any] = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), sys.maxsize)
     return config.patch(optimize_ddp=False, **limits)  # type: ignore[no-any-return]
 
 

@@ -213,7 +213,8 @@ def _compiled(module: fx.GraphModule, inputs: Sequence[Any], planner: GraphPlann
             return run
     rule = "Inductor allocates more than the planned bytes"
     received = f"{reserve_bytes} bytes more, after {_ATTEMPTS} plans"
-    raise CaptureError(str(Fault(rule, received, 'graph.backend(inner="eager"); or graph.rematerialize(model, engine="eager")')))
+    works = 'graph.backend(inner="eager"); or graph.rematerialize(model, engine="eager")'
+    raise CaptureError(str(Fault(rule, received, works)))
 
 
 class _Exceeds(Exception):
