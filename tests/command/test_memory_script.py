@@ -93,7 +93,7 @@ torch.autograd.grad(net(torch.randn(8, 4)).mean(), list(net.parameters()))
 def test_a_backward_that_makes_a_graph_is_no_pass(ran, how):
     penalised = LOOP.replace("loss.backward()", f"""loss.backward({how})
     sum(parameter.grad.square().sum() for parameter in net.parameters()).backward()""")
-    assert ran(penalised, most=4).totals == ran(penalised, most=2).totals * 2
+    assert len(set(ran(penalised, most=4).totals)) == 1
 
 
 @pytest.mark.parametrize("compiled", [
@@ -108,11 +108,6 @@ def test_a_trace_is_no_pass_and_what_it_makes_is_not_kept(ran, compiled):
     assert len(passes.totals) == 4
     assert len(set(passes.totals)) == 1
     assert passes.totals[0] >= 32
-
-
-def test_what_is_kept_of_blocks_that_are_compiled_by_themselves_leaves_no_broken_references(ran, capfd):
-    ran(LOOP.replace("for step", 'net[1].compile(backend="aot_eager")\nfor step'))
-    assert "StorageWeakRef" not in capfd.readouterr().err
 
 
 def test_passes_inside_of_a_pass_are_part_of_it(ran):
