@@ -88,17 +88,26 @@ torch.autograd.grad(net(torch.randn(8, 4)).mean(), list(net.parameters()))
     assert [total >= RELU for total in ran(source, most=9).totals] == [True, True]
 
 
-def test_a_backward_that_makes_a_graph_is_no_pass(ran):
-    script = """
-    import warnings
-    warnings.simplefilter("ignore")  # torch says that such a backward leaks
-    for step in range(3):
-        x = torch.randn(8, 4, requires_grad=True)
-        net(x).sum().backward(create_graph=True)
-        (gradient,) = torch.autograd.grad(net(x).sum(), x, None, None, True)
-        gradient.square().sum().backward()
-    """
-    assert len(ran(NET + textwrap.dedent(script), most=9).passes) == 3
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+@pytest.mark.parametrize("how", ["create_graph=True", "None, None, True"])
+def test_a_backward_that_makes_a_graph_is_no_pass(ran, how):
+    penalised = LOOP.replace("loss.backward()", f"""loss.backward({how})
+    sum(parameter.grad.square().sum() for parameter in net.parameters()).backward()""")
+    assert len(set(ran(penalised, most=4).totals)) == 1
+
+
+@pytest.mark.parametrize("compiled", [
+    'net = torch.compile(net, backend="aot_eager")',
+    'net[0].compile(backend="aot_eager"); net[2].compile(backend="aot_eager")',
+    "from torchckpt import graph; net = graph.rematerialize(net)",
+])
+def test_a_trace_is_no_pass_and_what_it_makes_is_not_kept(ran, compiled):
+    script = LOOP.replace("for step", f"{compiled}\nfor step").replace(".mean()", ".exp().mean()")
+    passes = ran(script, most=4)
+    assert passes.raised is None
+    assert len(passes.totals) == 4
+    assert len(set(passes.totals)) == 1
+    assert passes.totals[0] >= 32
 
 
 def test_passes_inside_of_a_pass_are_part_of_it(ran):

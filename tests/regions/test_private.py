@@ -368,6 +368,15 @@ def is_exporting():
     assert torch.export.export(Adds(), (x,), strict=False).module()(x) == 1
 
 
+def is_fake():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    assert not private.is_fake()
+    with FakeTensorMode():
+        assert private.is_fake()
+    assert not private.is_fake()
+
+
 def selective_forward():
     forward, _ = torch.utils.checkpoint.create_selective_checkpoint_contexts([])
     assert type(forward) is private.caching_mode
@@ -535,6 +544,7 @@ COUNTERPARTS = {
     "hooks_entered": hooks_entered_and_only_hooks,
     "hooks_in_force": hooks_in_force,
     "is_exporting": is_exporting,
+    "is_fake": is_fake,
     "is_of_newest_node": is_of_newest_node,
     "keep_from_dynamo": keep_from_dynamo,
     "kept_by_policies": kept_by_policies,

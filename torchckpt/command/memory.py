@@ -75,14 +75,15 @@ class _Enough(BaseException):
 def run_script(arguments: Sequence[str], most: int, passes: list[SavedByLine]) -> None:
     """Run ``python arguments`` in this process until it ends, or until there are so many backward ``passes``.
 
-    A pass begins where the one before ended. Calls inside of a pass, calls of other threads, and those that make a
-    graph of gradients (``create_graph``) are none. Of a script that fails, or exits before its first pass, the last one
-    is what was kept until then.
+    A pass begins where the one before ended. Calls inside of a pass, calls of other threads, those that make a graph of
+    gradients (``create_graph``), and those of a trace are none. Of a script that fails, or exits before its first pass,
+    the last one is what was kept until then.
     """
     from unittest.mock import patch  # late, as torch is: other commands do not need them
 
     import torch
 
+    from torchckpt.regions.private import is_fake
     from torchckpt.testing.kept import KeptStorages
     from torchckpt.testing.lines import lines_of
 
@@ -94,7 +95,7 @@ def run_script(arguments: Sequence[str], most: int, passes: list[SavedByLine]) -
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             makes_graph = signature.bind_partial(*args, **kwargs).arguments.get("create_graph")
-            if makes_graph or threading.get_ident() != thread or running.locked():
+            if makes_graph or threading.get_ident() != thread or running.locked() or is_fake():
                 return function(*args, **kwargs)
             with running:
                 results = function(*args, **kwargs)

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchckpt.planning import Stage, fixed
 from torchckpt.regions.core.frame import Frame
-from torchckpt.regions.private import look_through
+from torchckpt.regions.private import keep_from_dynamo, look_through
 from torchckpt.regions.saved import storage_of
 
 __all__ = ["RegionBytes"]
@@ -92,4 +92,5 @@ class RegionBytes:
         return float(total)
 
 
+keep_from_dynamo(RegionBytes._pack)
 look_through(RegionBytes._pack)

@@ -46,6 +46,7 @@ __all__ = [
     "hooks_entered",
     "hooks_in_force",
     "is_exporting",
+    "is_fake",
     "is_of_newest_node",
     "keep_from_dynamo",
     "kept_by_policies",
@@ -192,6 +193,11 @@ def bytes_now(storage: StorageWeakRef) -> int | None:
     """The size of a storage, which may have been resized as FSDP2 does it; None if it was freed. No public form."""
     alive: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
     return None if alive is None else alive.nbytes()
+
+
+def is_fake() -> bool:
+    """Whether operators make tensors without data, as while AOTAutograd traces. No public form."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def is_exporting() -> bool:

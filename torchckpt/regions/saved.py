@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchckpt.regions.private import look_through
+from torchckpt.regions.private import keep_from_dynamo, look_through
 from torchckpt.tensors import inner_tensors
 
 __all__ = ["SavedBytes", "bytes_of", "saved_bytes", "storage_of"]
@@ -35,6 +35,7 @@ class SavedBytes:
         return tensor if tensor.is_leaf else tensor.detach()
 
 
+keep_from_dynamo(SavedBytes._pack)
 look_through(SavedBytes._pack)
 
 

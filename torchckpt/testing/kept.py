@@ -14,7 +14,7 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchckpt.regions.places import Place, operation_of, place_of
-from torchckpt.regions.private import kept_by_policies, look_through, number_of, running_node
+from torchckpt.regions.private import is_fake, keep_from_dynamo, kept_by_policies, look_through, number_of, running_node
 from torchckpt.regions.saved import SavedBytes, storage_of
 from torchckpt.tensors import nodes_behind
 
@@ -81,6 +81,8 @@ class KeptStorages(SavedBytes):
             self.operations[number_of(new)] = operation_of(new.name())
 
     def _pack(self, tensor: Tensor) -> Any:
+        if is_fake():  # of a trace
+            return _SavedTensor(tensor, self._changes)
         self.learn(tensor.grad_fn)
         return self._saved(tensor, sys._getframe(1))
 
@@ -98,6 +100,7 @@ class KeptStorages(SavedBytes):
         return _SavedTensor(saved, self._changes, *new)
 
 
+keep_from_dynamo(KeptStorages._pack, KeptStorages._unpack)
 look_through(KeptStorages._pack)
 
 
