@@ -76,9 +76,11 @@ def model(accelerator):
     return Model([Wide(16, 64) for _ in range(6)]).to(accelerator)
 
 
-def test_the_memory_of_the_whole_device(model, accelerator):
+@pytest.mark.parametrize("others", [0, 100], ids=lambda others: f"others have {others} steps")
+def test_the_memory_of_the_whole_device(model, accelerator, others):
     x = torch.randn(8, 64, 16).to(accelerator)
     most = [step(model, x)[0] for _ in range(2)][-1]
+    held = torch.empty(others * most, dtype=torch.uint8, device=accelerator)
     there = torch.accelerator.memory_allocated()
     with torchckpt.checkpoint_layers(model, "layers.*", device_memory=there + int(0.7 * most)) as handle:
         for _ in range(3):
@@ -89,7 +91,7 @@ def test_the_memory_of_the_whole_device(model, accelerator):
         step(model, x)
         assert len(handle.plan.kept) < before
         assert handle.plan.budget_bytes == pytest.approx(0.5 * most, rel=0.01)
-        del state
+        del state, held
 
 
 class Failing(Wide):

@@ -113,8 +113,6 @@ class KnownStep(Followed[LayersPlan]):
     """What a plan may take."""
     exceeds: bool = False
     """Whether its plan takes more, although it recomputes what it can."""
-    before_bytes: float = 0.0
-    """With a limit for the whole device, what was there when the plan was made."""
     ooms: int = 0
     """How often the device had been out of memory then."""
 
@@ -190,14 +188,15 @@ class KnownSteps:
             fit = [*self._steps.values()]
         steps = [step for step in fit if step.key[0][: len(first)] == first] or self._foretold(fit, first)
         most_bytes = max((step.most_bytes for step in self._steps.values()), default=0.0)
-        limit_bytes = self._limit.bytes(most_bytes, before_bytes)
+        most = self._limit.bytes(most_bytes, before_bytes)
         for step in steps:
             self._steps.move_to_end(step.key)
+            limit_bytes = most * step.share
             near = 1.0 if step.exceeds else math.inf if self._limit.device_memory is not None else NEAR
-            has_more = limit_bytes * step.share > near * step.limit_bytes
-            if step.plan is None or has_more or before_bytes > NEAR * step.before_bytes:
-                step.before_bytes, step.ooms, step.plan = before_bytes, _ooms(device), None
-                step.limit_bytes = limit_bytes * step.share
+            has_more = limit_bytes > near * step.limit_bytes
+            has_less = step.plan is not None and limit_bytes < min(step.limit_bytes, step.plan.peak_bytes)
+            if step.plan is None or has_more or has_less:
+                step.limit_bytes, step.ooms, step.plan = limit_bytes, _ooms(device), None
         return steps
 
     def plan(
