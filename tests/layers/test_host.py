@@ -5,6 +5,7 @@ import copy
 import gc
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tests.slow import slow
 from torchckpt import ArgumentError, CheckpointError, checkpoint_layers
 from torchckpt.layers import known
 from torchckpt.layers.away import Away, HostLink, best_away, with_away
+from torchckpt.layers.follow import Steps
 from torchckpt.layers.foretell import of_another_size
 from torchckpt.layers.known import KnownStep, KnownSteps, Limit, measured, ran_out
 from torchckpt.layers.plan import LayersPlan, kept_within
@@ -95,6 +97,19 @@ def test_calls_that_are_away_are_not_run_again(accelerator):
 
 
 @pytest.mark.accelerator
+def test_forwards_that_wait_for_python_hide_no_copies(accelerator):
+    _, handle = planned_on(accelerator)
+    speed = handle.plan.took.calls[0].moved_bytes / 2  # a copy takes two replays
+    found = []
+    for forward in (1.1, 3.3):
+        calls = (each._replace(forward_seconds=forward, replay_seconds=1.0, backward_seconds=2.0)
+                 for each in handle.plan.took.calls)  # fmt: skip
+        took, within = handle.plan.took._replace(calls=tuple(calls)), partial(kept_within, handle.plan.budget_bytes)
+        found.append(best_away(took, HostLink(2**30, speed, speed), within))
+    assert found[0] == found[1] is not None
+
+
+@pytest.mark.accelerator
 def test_no_host_memory_no_call_goes(accelerator):
     model = model_of(1).to(accelerator)
     handle = checkpoint_layers(model, "*", budget="80%", host="1kB")
@@ -139,6 +154,19 @@ def test_calls_leave_and_come_back_where_the_plan_has_it(accelerator):
     known.steps = 9  # no step is counted, so the peak is the device's
     _, peaks = steps_of(model, accelerator, 1)
     assert peaks == [known.plan.peak_bytes]
+
+
+@pytest.mark.accelerator
+def test_only_calls_that_go_and_where_they_leave_and_come_back_are_looked_at(accelerator, monkeypatch):
+    model = nn.Sequential(*(Block(16, 32) for _ in range(20))).to(accelerator)
+    handle = checkpoint_layers(model, "*", budget="90%", host=HOST)
+    steps_of(model, accelerator, 4)
+    looked_at, run = [], Steps.run
+    monkeypatch.setattr(Steps, "run", lambda steps, layer, *args: looked_at.append(layer) or run(steps, layer, *args))
+    steps_of(model, accelerator, 1)
+    places = {0, 19}.union(*handle.plan.away) & {*range(20)}
+    assert handle.plan.away
+    assert sorted(places) == looked_at != [*range(20)]
 
 
 @pytest.mark.accelerator

@@ -75,6 +75,9 @@ def best_away(
     Returns:
         None if nothing that goes makes the step shorter, or fit.
     """
+    # Forwards of a counted step may wait for Python; replays, which run the same, seldom do.
+    calls = (call._replace(forward_seconds=call.replay_seconds or call.forward_seconds) for call in took.calls)
+    took = took._replace(calls=tuple(calls))
     alone = kept_within(took, frozenset())
     best: tuple[float, frozenset[int], tuple[Away, ...]] | None = None
     if alone is not None:

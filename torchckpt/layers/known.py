@@ -144,14 +144,14 @@ class KnownStep(Followed[LayersPlan]):
 
     @cached_property
     def script(self) -> list[Foreseen | None]:
-        """What is foreseen of each call; None for the first and the last one of each call of the model."""
+        """What is foreseen of each call; None for the first and the last one of each call of the model, and for those
+        that go to the host, or where others leave or come back."""
         kept = frozenset() if self.plan is None else self.plan.kept
-        if self.plan is not None and self.plan.away:
-            return []
+        looked_at = self.edges.union(*(() if self.plan is None else self.plan.away))
         script: list[Foreseen | None] = []
         for place, (_, layer, _, shapes) in enumerate(self.key):
             shape = next((shape[:-3] for shape in shapes if isinstance(shape, tuple)), None)
-            script.append(None if place in self.edges else Foreseen(layer, shape, place in kept))
+            script.append(None if place in looked_at else Foreseen(layer, shape, place in kept))
         return script
 
     def follow(self, plan: LayersPlan) -> None:

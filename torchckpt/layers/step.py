@@ -114,7 +114,7 @@ class Step:
         call, had = self.calls, bool(self.known)
         self.known = [step for step in self.known if call < len(step.key) and step.key[call] == shapes]  # [3]
         self.is_other |= had and not self.known
-        is_clear = len(self.known) == 1 and self.counter is None and self.driven is None
+        is_clear = len(self.known) == 1 and self.counter is None
         self.script = self.known[0].script if is_clear else ()
         self.key.append(shapes)
         self.calls += 1
