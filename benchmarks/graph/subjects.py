@@ -66,6 +66,8 @@ class Subject:
     name: str
     module: nn.Module
     inputs: tuple[Tensor, ...]
+    before_bytes: int = 0
+    """On an accelerator, what was allocated when the last step began, without the gradients of the one before."""
 
     def step(self, call: Call | None = None, module: nn.Module | None = None) -> Callable[[], None]:
         """A function that frees old gradients, then runs a step by ``call`` on the module or a copy of it."""
@@ -73,6 +75,8 @@ class Subject:
 
         def run() -> None:
             module.zero_grad(set_to_none=True)
+            if self.device.type != "cpu":
+                self.before_bytes = settled(self.device)
             (call or module)(*self.inputs).backward()
 
         return run
@@ -86,15 +90,14 @@ class Subject:
         return self.peak_bytes(self.step())
 
     def peak_bytes(self, run: Callable[[], None]) -> int:
-        """Bytes that the step ``run()`` allocates at its peak, above those before it. It runs once before, unmeasured,
-        so that allocations that last, such as caches, do not count."""
+        """Bytes that a :meth:`step` of this subject allocates at its peak, above those before it. It runs once before,
+        unmeasured, so that allocations that last, such as caches, do not count."""
         run()
         if self.device.type == "cpu":
             return measured_peak(run)
-        before = settled(self.device)
         run()
         synchronize()
-        return int(module_of(self.device).max_memory_allocated(self.device)) - before
+        return int(module_of(self.device).max_memory_allocated(self.device)) - self.before_bytes
 
     @cached_property
     def eager_flops(self) -> int:
