@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torchckpt.errors import CaptureError, Fault
 from torchckpt.features import GRAPH
 from torchckpt.graph.annotations import Tracing
+from torchckpt.graph.private.dynamo import compile_lock
 from torchckpt.graph.private.trace import Differentiable, is_data_dependent, mutated_inputs, require
 from torchckpt.graph.private.witness import Witness
 from torchckpt.graph.step.costs import CostOf
@@ -55,7 +56,7 @@ class Capture:
         self._function, self._data, self._halves = function, data, halves
         self.witness = Witness(tensors, tell)
         self._differentiable = Differentiable(self._flat, self._partition, halves.backward)
-        with explained(), _collector_paused():
+        with TRACE_LOCK.tracing(), explained(), _collector_paused():
             self._differentiable.trace(*tensors)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
@@ -165,7 +166,11 @@ class Halves:
 
 
 class TraceLock:
-    """A lock between threads that call and threads that trace. Inside either, a thread may again call or trace."""
+    """A lock between threads that call and threads that trace. Inside either, a thread may again call or trace.
+
+    Who traces holds Dynamo's lock, too, since a forward may compile something. It waits for calls without that lock,
+    since they may compile, too. So a backend, which Dynamo calls, may trace without waiting for any call.
+    """
 
     def __init__(self) -> None:
         self._changed = Condition()
@@ -191,15 +196,17 @@ class TraceLock:
     @contextmanager
     def tracing(self) -> Iterator[None]:
         """Wait until no other thread traces or calls a model. A caller that waits to trace does not count."""
-        me = get_ident()
+        me, compiling = get_ident(), compile_lock()
         with self._changed:
             self._waiting.add(me)
             self._changed.notify_all()
-            try:
-                self._changed.wait_for(lambda: self._tracer in (0, me) and set(self._callers) <= self._waiting)
-            finally:
+        try:
+            while not self._begins(me, compiling):
+                with self._changed:
+                    self._changed.wait_for(lambda: self._is_free(me))
+        finally:
+            with self._changed:
                 self._waiting.discard(me)
-            self._tracer, self._depth = me, self._depth + 1
         try:
             yield
         finally:
@@ -207,6 +214,24 @@ class TraceLock:
                 self._depth -= 1
                 self._tracer = me if self._depth else 0
                 self._changed.notify_all()
+            compiling.release()
+
+    def _is_free(self, me: int) -> bool:
+        return self._tracer in (0, me) and set(self._callers) <= self._waiting | {me}
+
+    def _begins(self, me: int, compiling: Any) -> bool:
+        """Take both locks, or neither if this is not the moment."""
+        compiling.acquire()
+        is_free = False
+        try:
+            with self._changed:
+                is_free = self._is_free(me)
+                if is_free:
+                    self._tracer, self._depth = me, self._depth + 1
+        finally:
+            if not is_free:
+                compiling.release()
+        return is_free
 
 
 TRACE_LOCK = TraceLock()
@@ -229,8 +254,7 @@ def _collector_paused() -> Iterator[None]:
 def explained() -> Iterator[None]:
     """Turn an error of a trace into a CaptureError with reason and line; the function's own errors pass through."""
     try:
-        with TRACE_LOCK.tracing():
-            yield
+        yield
     except CaptureError:
         raise
     except Exception as error:
