@@ -9,7 +9,12 @@ from torch import Tensor, nn
 
 from torchckpt.typing import Function
 
-__all__ = ["Noted", "Replay", "is_checkpointing", "is_recomputing", "local"]
+__all__ = ["Noted", "Replay", "is_checkpointing", "is_recomputing", "local", "state_lock"]
+
+
+state_lock = threading.RLock()
+"""It is held while modules hold substitutes, by forwards that change buffers, so that none changes a substitute, by
+replays that draw from a generator which other threads share, and by traces of modules (torchckpt.graph)."""
 
 
 class Replay(list[nn.Module]):

@@ -10,6 +10,7 @@ from torch import nn
 from torchckpt import graph
 from torchckpt.graph.private.dynamo import compile_lock
 from torchckpt.graph.trace.capture import TRACE_LOCK, TraceLock
+from torchckpt.regions.flags import state_lock
 
 
 class Story:
@@ -135,7 +136,11 @@ def test_call_without_gradients_waits_for_another_threads_trace():
         pass
 
 
-def test_who_traces_holds_the_lock_of_dynamo():
+OTHERS = pytest.mark.parametrize("other", [compile_lock, lambda: state_lock], ids=["Dynamo", "regions"])
+
+
+@OTHERS
+def test_who_traces_holds_the_lock_of_others(other):
     """Else a forward that compiles waited for a compilation that waits for the trace."""
     lock, story = TraceLock(), Story()
 
@@ -148,14 +153,15 @@ def test_who_traces_holds_the_lock_of_dynamo():
     def two():
         story.wait("one in")
         story.tell("two wants")
-        with compile_lock():
+        with other():
             story.tell("two in")
 
     run(one, two)
     assert story.told == ["one in", "two wants", "one out", "two in"]
 
 
-def test_who_waits_to_trace_leaves_the_lock_of_dynamo_to_calls():
+@OTHERS
+def test_who_waits_to_trace_leaves_the_lock_of_others_to_calls(other):
     lock, story = TraceLock(), Story()
 
     def trace():
@@ -169,7 +175,7 @@ def test_who_waits_to_trace_leaves_the_lock_of_dynamo_to_calls():
             with lock._changed:
                 assert lock._changed.wait_for(lambda: lock._waiting, timeout=10)
             for _ in range(100):
-                with compile_lock():
+                with other():
                     pass
             story.tell("has compiled")
 
@@ -177,15 +183,15 @@ def test_who_waits_to_trace_leaves_the_lock_of_dynamo_to_calls():
     assert story.told == ["calls", "has compiled", "traces"]
 
 
-def test_error_inside_gives_the_lock_of_dynamo_back():
-    with pytest.raises(KeyError), TraceLock().tracing():
-        raise KeyError
-
-    def other():
-        with compile_lock():
+@OTHERS
+def test_error_inside_gives_the_lock_of_others_back(other):
+    def use():
+        with other():
             pass
 
-    run(other)
+    with pytest.raises(KeyError), TraceLock().tracing():
+        raise KeyError
+    run(use)
 
 
 def test_call_that_compiles_while_a_backend_traces_in_another_thread(monkeypatch):
@@ -233,17 +239,14 @@ def test_traces_and_compilations_side_by_side():
     step = graph.rematerialize(Conditional())
 
     def call():
-        for rows in (2, 3):
-            with torch.no_grad():
-                step(torch.ones(rows, 3))
+        with torch.no_grad():
+            step(torch.ones(2, 3))
 
     def trace():
-        for rows in (2, 3):
-            step(torch.ones(rows, 3)).sum().backward()
+        step(torch.ones(2, 3)).sum().backward()
 
     def compile_():
-        for rows in (2, 3):
-            model = torch.compile(nn.Linear(3, 3), backend=graph.backend(inner="eager"), dynamic=False)
-            model(torch.ones(rows, 3)).sum().backward()
+        model = torch.compile(nn.Linear(3, 3), backend=graph.backend(inner="eager"), dynamic=False)
+        model(torch.ones(2, 3)).sum().backward()
 
     run(call, trace, compile_)

@@ -6,7 +6,7 @@ import os
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from threading import Condition, get_ident
 from typing import Any, NoReturn, cast
 
@@ -27,6 +27,7 @@ from torchckpt.graph.step.partial import Backward, PartialBackwards, Unread, Unu
 from torchckpt.graph.trace.guard import WITHOUT_CACHE, constant_of, is_cache
 from torchckpt.planning.remat.flow.dataflow import Schedule
 from torchckpt.planning.remat.flow.memory import simulate
+from torchckpt.regions.flags import state_lock
 
 __all__ = ["TRACE_LOCK", "Capture", "Halves", "TraceLock", "explained"]
 
@@ -168,8 +169,9 @@ class Halves:
 class TraceLock:
     """A lock between threads that call and threads that trace. Inside either, a thread may again call or trace.
 
-    Who traces holds Dynamo's lock, too, since a forward may compile something. It waits for calls without that lock,
-    since they may compile, too. So a backend, which Dynamo calls, may trace without waiting for any call.
+    Who traces holds the locks of regions and of Dynamo, too: a forward may have regions, and compile. A region may
+    compile, so its lock comes first. Who waits for calls has neither: calls may have regions, and compile, too.
+    A backend, which Dynamo calls with its lock, may trace without waiting for any call.
     """
 
     def __init__(self) -> None:
@@ -196,12 +198,12 @@ class TraceLock:
     @contextmanager
     def tracing(self) -> Iterator[None]:
         """Wait until no other thread traces or calls a model. A caller that waits to trace does not count."""
-        me, compiling = get_ident(), compile_lock()
+        me, locks = get_ident(), (state_lock, compile_lock())
         with self._changed:
             self._waiting.add(me)
             self._changed.notify_all()
         try:
-            while not self._begins(me, compiling):
+            while not self._begins(me, locks):
                 with self._changed:
                     self._changed.wait_for(lambda: self._is_free(me))
         finally:
@@ -214,24 +216,23 @@ class TraceLock:
                 self._depth -= 1
                 self._tracer = me if self._depth else 0
                 self._changed.notify_all()
-            compiling.release()
+            for lock in reversed(locks):
+                lock.release()
 
     def _is_free(self, me: int) -> bool:
         return self._tracer in (0, me) and set(self._callers) <= self._waiting | {me}
 
-    def _begins(self, me: int, compiling: Any) -> bool:
-        """Take both locks, or neither if this is not the moment."""
-        compiling.acquire()
-        is_free = False
-        try:
+    def _begins(self, me: int, locks: Sequence[Any]) -> bool:
+        """Take all locks, or none if this is not the moment."""
+        with ExitStack() as held:
+            for lock in locks:
+                held.enter_context(lock)
             with self._changed:
-                is_free = self._is_free(me)
-                if is_free:
-                    self._tracer, self._depth = me, self._depth + 1
-        finally:
-            if not is_free:
-                compiling.release()
-        return is_free
+                if not self._is_free(me):
+                    return False
+                self._tracer, self._depth = me, self._depth + 1
+            held.pop_all()
+        return True
 
 
 TRACE_LOCK = TraceLock()

@@ -18,7 +18,7 @@ from torchckpt.errors import Fault, RecomputationError, called, raise_fault
 from torchckpt.modules import name_of
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.devices import SyncPoint, accelerators_of, current_accelerators
-from torchckpt.regions.flags import Noted, Replay, local
+from torchckpt.regions.flags import Noted, Replay, local, state_lock
 from torchckpt.regions.private import is_of_newest_node, pop_hooks, push_hooks, set_grad_enabled
 from torchckpt.regions.state import norms
 from torchckpt.regions.state.ambient import (
@@ -34,14 +34,7 @@ from torchckpt.regions.state.ambient import (
     use_settings,
 )
 from torchckpt.regions.state.boundary import Boundary, generators_among
-from torchckpt.regions.state.module_state import (
-    ModuleState,
-    changed_in_place,
-    exclusive,
-    record_state,
-    state_lock,
-    substituted,
-)
+from torchckpt.regions.state.module_state import ModuleState, changed_in_place, exclusive, record_state, substituted
 from torchckpt.regions.state.reached import norm_layers_of, reaches_nothing, runs_compiled_code, settle
 from torchckpt.typing import ContextFunction, Function
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import operator
 import sys
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -30,18 +29,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torchckpt.errors import RecomputationError
 from torchckpt.modules import name_of
+from torchckpt.regions.flags import state_lock
 from torchckpt.regions.private import alive, set_version, storage_key
 from torchckpt.regions.state.layout import Copy, Key, Layout, layout_of, lengths_of, values_of, version_of
 from torchckpt.tensors import copy_attributes
 from torchckpt.typing import Function
 
-__all__ = [
-    "ModuleState", "Substitutes", "changed_in_place", "exclusive", "record_state", "state_lock", "substituted",
-]
-
-state_lock = threading.RLock()
-"""It is held while modules hold substitutes, by forwards that change buffers, so that none changes a substitute, and by
-replays that draw from a generator which other threads share."""
+__all__ = ["ModuleState", "Substitutes", "changed_in_place", "exclusive", "record_state", "substituted"]
 
 _LOCK_TIMEOUT_SECONDS = 300
 
