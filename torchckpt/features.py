@@ -51,6 +51,7 @@ _DISTRIBUTED = (
     "torch.distributed.fsdp._fully_shard._fsdp_common:TrainingState",
 )
 _CAPTURE = (
+    "torch._dynamo.convert_frame:compile_lock",
     "torch._functorch._aot_autograd.graph_capture_wrappers:set_partitioner_tag_is_backward",
     "torch._functorch._aot_autograd.utils:copy_fwd_metadata_to_bw_nodes",
     "torch.fx._lazy_graph_module:_use_lazy_graph_module",

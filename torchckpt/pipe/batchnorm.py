@@ -222,7 +222,8 @@ def _updates(layer: Any, statistics: Statistics) -> Iterator[tuple[Tensor, Tenso
 
 def _write(values: list[tuple[Tensor, Tensor]]) -> None:
     for buffer, value in values:
-        buffer.data.copy_(value)  # .data: BatchNorm does not raise their version counters either
+        # Of what it moves, BatchNorm raises one version counter: that of the number of batches, which has no fraction.
+        (buffer.data if buffer.is_floating_point() else buffer).copy_(value)
 
 
 class _Adding(TorchFunctionMode):

@@ -2,14 +2,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from torchckpt.typing import Function
 
-__all__ = ["Replay", "is_checkpointing", "is_recomputing", "local"]
+__all__ = ["Noted", "Replay", "is_checkpointing", "is_recomputing", "local", "state_lock"]
+
+
+state_lock = threading.RLock()
+"""It is held while modules hold substitutes, by forwards that change buffers, so that none changes a substitute, by
+replays that draw from a generator which other threads share, and by traces of modules (torchckpt.graph)."""
 
 
 class Replay(list[nn.Module]):
@@ -27,6 +32,13 @@ class Replay(list[nn.Module]):
     """Whether Dynamo has compiled code in it."""
 
 
+class Noted(list[nn.Module]):
+    """The norm layers found so far in a forward (norms.py)."""
+
+    read: Sequence[tuple[nn.Module, tuple[int, int]]] = ()
+    """The layers that have read their statistics, each with the versions of its buffers."""
+
+
 class EntersRegions(Protocol):
     """Runs the regions that a thread enters, on behalf of a schedule; ``scope.Scope`` implements it."""
 
@@ -39,8 +51,8 @@ class _Thread:
         self.flags: tuple[bool, bool, Replay | None] = (False, False, None)
         """Whether it runs a forward of a region; whether it replays one; and that replay."""
         self.scope: EntersRegions | None = None
-        self.norms: list[nn.Module] | None = None
-        """The norm layers found so far in the forward that it runs (norms.py)."""
+        self.norms: Noted | None = None
+        """Those of the forward that it runs."""
         self.order: Any = None  # when the regions that it moves to the host are released and fetched (moved/order.py)
         self.workers: Any = None  # a weak reference to the threads of its last forward of a pipe (pipe/run/worker.py)
         self.tracing: object = None  # the tracer (torchckpt.graph) that now traces this thread's calls as a graph

@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from torchckpt import graph
+from torchckpt.graph.private.dynamo import compile_lock
 from torchckpt.graph.trace.capture import TRACE_LOCK, TraceLock
+from torchckpt.regions.flags import state_lock
 
 
 class Story:
@@ -132,3 +134,119 @@ def test_call_without_gradients_waits_for_another_threads_trace():
         assert torch.equal(results[0], model(torch.ones(2, 3)))
     with TRACE_LOCK.tracing():
         pass
+
+
+OTHERS = pytest.mark.parametrize("other", [compile_lock, lambda: state_lock], ids=["Dynamo", "regions"])
+
+
+@OTHERS
+def test_who_traces_holds_the_lock_of_others(other):
+    """Else a forward that compiles waited for a compilation that waits for the trace."""
+    lock, story = TraceLock(), Story()
+
+    def one():
+        with lock.tracing(), lock.tracing():
+            story.tell("one in")
+            story.wait("two wants")
+            story.tell("one out")
+
+    def two():
+        story.wait("one in")
+        story.tell("two wants")
+        with other():
+            story.tell("two in")
+
+    run(one, two)
+    assert story.told == ["one in", "two wants", "one out", "two in"]
+
+
+@OTHERS
+def test_who_waits_to_trace_leaves_the_lock_of_others_to_calls(other):
+    lock, story = TraceLock(), Story()
+
+    def trace():
+        story.wait("calls")
+        with lock.tracing():
+            story.tell("traces")
+
+    def call():
+        with lock.calling():
+            story.tell("calls")
+            with lock._changed:
+                assert lock._changed.wait_for(lambda: lock._waiting, timeout=10)
+            for _ in range(100):
+                with other():
+                    pass
+            story.tell("has compiled")
+
+    run(trace, call)
+    assert story.told == ["calls", "has compiled", "traces"]
+
+
+@OTHERS
+def test_error_inside_gives_the_lock_of_others_back(other):
+    def use():
+        with other():
+            pass
+
+    with pytest.raises(KeyError), TraceLock().tracing():
+        raise KeyError
+    run(use)
+
+
+def test_call_that_compiles_while_a_backend_traces_in_another_thread(monkeypatch):
+    story, backend = Story(), graph.backend(inner="eager")
+    plan = backend._planner
+
+    def planner():  # Dynamo has its lock here
+        story.tell("compiling")
+        story.wait("calls")
+        return plan()
+
+    class Compiling(nn.Linear):
+        def forward(self, x):
+            story.tell("calls")
+            story.wait("compiling")
+            return torch.compile(torch.sin, backend="eager")(super().forward(x))
+
+    monkeypatch.setattr(backend, "_planner", planner)
+    model, results = Compiling(3, 3), []
+    step = graph.rematerialize(model)
+
+    def compile_():
+        torch.compile(nn.Linear(3, 3), backend=backend, dynamic=False)(torch.ones(2, 3)).sum().backward()
+
+    def call():
+        with torch.no_grad():
+            results.append(step(torch.ones(2, 3)))
+
+    run(compile_, call)
+    assert torch.equal(results[0], nn.functional.linear(torch.ones(2, 3), model.weight, model.bias).sin())
+    assert len(backend.plans) == 1
+
+
+def test_traces_and_compilations_side_by_side():
+    """A forward that ``torch.cond`` compiles, in calls and in traces, beside one that Dynamo gives to a backend."""
+
+    class Conditional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return torch.cond(x.sum() > 0, lambda x: self.linear(x).sin(), lambda x: self.linear(x).cos(), (x,))
+
+    step = graph.rematerialize(Conditional())
+
+    def call():
+        with torch.no_grad():
+            step(torch.ones(2, 3))
+
+    def trace():
+        step(torch.ones(2, 3)).sum().backward()
+
+    def compile_():
+        model = torch.compile(nn.Linear(3, 3), backend=graph.backend(inner="eager"), dynamic=False)
+        model(torch.ones(2, 3)).sum().backward()
+
+    run(call, trace, compile_)

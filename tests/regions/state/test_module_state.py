@@ -223,9 +223,9 @@ def clones(monkeypatch):
     class Counted(layout.Copy):
         __slots__ = ()
 
-        def __init__(self, buffer) -> None:
+        def __init__(self, buffer, table=None) -> None:
             made.append(buffer.nbytes)
-            super().__init__(buffer)
+            super().__init__(buffer, table)
 
     monkeypatch.setattr(module_state, "Copy", Counted)
     return made

@@ -16,7 +16,11 @@ from torch.fx.graph import CodeGen
 from torchckpt.graph.private.surroundings import backward_without_autocast, cast_once_in, eager_kernels
 from torchckpt.graph.private.trace import Boxed, Partition, RunBackward, backward_compiler, boxed
 
-__all__ = ["break_of", "by_inductor", "by_operator", "compiling_whole", "outer_frame", "outside_graph", "refreshed"]
+__all__ = [
+    "break_of", "by_inductor", "by_operator", "compile_lock", "compiling_whole", "outer_frame", "outside_graph",
+    "refreshed",
+]
+
 
 @torch.compiler.disable(  # type: ignore[untyped-decorator,no-untyped-call]  # untyped in torch
     reason="a rematerialized module has its own graphs, and runs outside compiled ones; torch.compile the model with "
@@ -35,6 +39,13 @@ def compiling_whole() -> AbstractContextManager[Any]:
 
     limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), sys.maxsize)
     return config.patch({"optimize_ddp": False, **limits})  # type: ignore[no-any-return]
+
+
+def compile_lock() -> Any:
+    """The lock that Dynamo holds while it compiles, and while it calls a backend. A thread may take it again."""
+    from torch._dynamo.convert_frame import compile_lock
+
+    return compile_lock
 
 
 def break_of(module: fx.GraphModule) -> tuple[str, str] | None:

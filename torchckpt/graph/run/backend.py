@@ -23,7 +23,7 @@ from torchckpt.features import GRAPH, INDUCTOR
 from torchckpt.graph.annotations import hide_marks, restore_marks
 from torchckpt.graph.choose.keep import Keep
 from torchckpt.graph.choose.planner import Costs, GraphPlanner
-from torchckpt.graph.private.dynamo import break_of, by_inductor, by_operator, outer_frame, refreshed
+from torchckpt.graph.private.dynamo import break_of, by_inductor, by_operator, compile_lock, outer_frame, refreshed
 from torchckpt.graph.private.runtime import storage_number
 from torchckpt.graph.private.trace import require
 from torchckpt.graph.progress import log, stopwatch
@@ -111,7 +111,7 @@ class Backend:
         try:
             _refuse_break(module)
             _refuse_symbols(module)
-            with explained():
+            with compile_lock(), explained():  # Dynamo has the lock, and other callers have not
                 make = _compiled if self._inner == "inductor" else _emitted
                 run = make(module, inputs, planner)
         except CheckpointError as error:

@@ -6,7 +6,7 @@ import os
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from threading import Condition, get_ident
 from typing import Any, NoReturn, cast
 
@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torchckpt.errors import CaptureError, Fault
 from torchckpt.features import GRAPH
 from torchckpt.graph.annotations import Tracing
+from torchckpt.graph.private.dynamo import compile_lock
 from torchckpt.graph.private.trace import Differentiable, is_data_dependent, mutated_inputs, require
 from torchckpt.graph.private.witness import Witness
 from torchckpt.graph.step.costs import CostOf
@@ -26,6 +27,7 @@ from torchckpt.graph.step.partial import Backward, PartialBackwards, Unread, Unu
 from torchckpt.graph.trace.guard import WITHOUT_CACHE, constant_of, is_cache
 from torchckpt.planning.remat.flow.dataflow import Schedule
 from torchckpt.planning.remat.flow.memory import simulate
+from torchckpt.regions.flags import state_lock
 
 __all__ = ["TRACE_LOCK", "Capture", "Halves", "TraceLock", "explained"]
 
@@ -55,7 +57,7 @@ class Capture:
         self._function, self._data, self._halves = function, data, halves
         self.witness = Witness(tensors, tell)
         self._differentiable = Differentiable(self._flat, self._partition, halves.backward)
-        with explained(), _collector_paused():
+        with TRACE_LOCK.tracing(), explained(), _collector_paused():
             self._differentiable.trace(*tensors)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
@@ -165,7 +167,12 @@ class Halves:
 
 
 class TraceLock:
-    """A lock between threads that call and threads that trace. Inside either, a thread may again call or trace."""
+    """A lock between threads that call and threads that trace. Inside either, a thread may again call or trace.
+
+    Who traces holds the locks of regions and of Dynamo, too: a forward may have regions, and compile. A region may
+    compile, so its lock comes first. Who waits for calls has neither: calls may have regions, and compile, too.
+    A backend, which Dynamo calls with its lock, may trace without waiting for any call.
+    """
 
     def __init__(self) -> None:
         self._changed = Condition()
@@ -191,15 +198,17 @@ class TraceLock:
     @contextmanager
     def tracing(self) -> Iterator[None]:
         """Wait until no other thread traces or calls a model. A caller that waits to trace does not count."""
-        me = get_ident()
+        me, locks = get_ident(), (state_lock, compile_lock())
         with self._changed:
             self._waiting.add(me)
             self._changed.notify_all()
-            try:
-                self._changed.wait_for(lambda: self._tracer in (0, me) and set(self._callers) <= self._waiting)
-            finally:
+        try:
+            while not self._begins(me, locks):
+                with self._changed:
+                    self._changed.wait_for(lambda: self._is_free(me))
+        finally:
+            with self._changed:
                 self._waiting.discard(me)
-            self._tracer, self._depth = me, self._depth + 1
         try:
             yield
         finally:
@@ -207,6 +216,23 @@ class TraceLock:
                 self._depth -= 1
                 self._tracer = me if self._depth else 0
                 self._changed.notify_all()
+            for lock in reversed(locks):
+                lock.release()
+
+    def _is_free(self, me: int) -> bool:
+        return self._tracer in (0, me) and set(self._callers) <= self._waiting | {me}
+
+    def _begins(self, me: int, locks: Sequence[Any]) -> bool:
+        """Take all locks, or none if this is not the moment."""
+        with ExitStack() as held:
+            for lock in locks:
+                held.enter_context(lock)
+            with self._changed:
+                if not self._is_free(me):
+                    return False
+                self._tracer, self._depth = me, self._depth + 1
+            held.pop_all()
+        return True
 
 
 TRACE_LOCK = TraceLock()
@@ -229,8 +255,7 @@ def _collector_paused() -> Iterator[None]:
 def explained() -> Iterator[None]:
     """Turn an error of a trace into a CaptureError with reason and line; the function's own errors pass through."""
     try:
-        with TRACE_LOCK.tracing():
-            yield
+        yield
     except CaptureError:
         raise
     except Exception as error:

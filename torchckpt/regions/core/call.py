@@ -18,7 +18,7 @@ from torchckpt.errors import Fault, RecomputationError, called, raise_fault
 from torchckpt.modules import name_of
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.devices import SyncPoint, accelerators_of, current_accelerators
-from torchckpt.regions.flags import Replay, local
+from torchckpt.regions.flags import Noted, Replay, local, state_lock
 from torchckpt.regions.private import is_of_newest_node, pop_hooks, push_hooks, set_grad_enabled
 from torchckpt.regions.state import norms
 from torchckpt.regions.state.ambient import (
@@ -34,7 +34,7 @@ from torchckpt.regions.state.ambient import (
     use_settings,
 )
 from torchckpt.regions.state.boundary import Boundary, generators_among
-from torchckpt.regions.state.module_state import ModuleState, exclusive, record_state, state_lock, substituted
+from torchckpt.regions.state.module_state import ModuleState, changed_in_place, exclusive, record_state, substituted
 from torchckpt.regions.state.reached import norm_layers_of, reaches_nothing, runs_compiled_code, settle
 from torchckpt.typing import ContextFunction, Function
 
@@ -69,7 +69,7 @@ class Call:
         self._looked: norms.Looked = ()
         self.means: Mapping[int, Tensor | None] = _NOTHING
         """The running means of the norm layers that need not be noted, by ``id``, while the forward runs."""
-        self._noted: list[nn.Module] = []
+        self._noted = Noted()
         self._ran: Mapping[nn.Module, Any] | None = None  # until the forward has ended
 
     def forward(
@@ -135,6 +135,7 @@ class Call:
                 self._ran, self.means = norms.ran(self._looked, self._noted), _NOTHING
                 if around is not None:
                     around.extend(self._ran)
+                    around.read = [*around.read, *self._noted.read]
             if self.module_state is not None:
                 self.module_state.note_changes()
 
@@ -173,6 +174,10 @@ class Call:
         substitutes = None if self.module_state is None else self.module_state.substitutes(self.function)
         if substitutes is not None:
             function = _inside(substituted(substitutes, self.function), function)
+        for layer in norms.moved(self._noted.read) if self._noted.read else ():
+            if self.module_state is None or not self.module_state.has_statistics_of(layer):
+                path = f"{type(layer).__name__}.running_mean"
+                raise changed_in_place(self.function, layer.get_buffer("running_mean"), path)
         then, random = ambient
         if then != settings():
             function = _inside(use_settings(then), function)

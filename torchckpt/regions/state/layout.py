@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, takewhile
 from types import MethodType
@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from torchckpt.modules import OF_EVERY_MODULE, is_compiled, is_module, module_of, uncompiled
 from torchckpt.regions.private import norm_layer, set_version
-from torchckpt.regions.state.norms import updates
+from torchckpt.regions.state.norms import COUNTER, STATISTICS, updates
 from torchckpt.typing import Function
 
 __all__ = [
@@ -30,13 +30,18 @@ Key: TypeAlias = tuple[int, str]
 
 
 class Copy:
-    """A copy of a buffer at one version. ``values`` is None if the copy was too large to keep."""
+    """A copy of a buffer at one version. ``values`` is None if the copy was too large to keep.
 
-    __slots__ = ("_buffer", "values", "version")
+    BatchNorm moves its statistics without their version counters: its counter of batches tells. So ``table`` is where
+    the buffer is if it is a statistic, and else None.
+    """
 
-    def __init__(self, buffer: Tensor) -> None:
-        self._buffer = weakref.ref(buffer)
-        self.version = version_of(buffer)
+    __slots__ = ("_buffer", "_count", "_counter", "values", "version")
+
+    def __init__(self, buffer: Tensor, table: Mapping[str, Tensor | None] | None = None) -> None:
+        counter = None if table is None else table.get(COUNTER)
+        self._buffer, self._counter = weakref.ref(buffer), None if counter is None else weakref.ref(counter)
+        self.version, self._count = version_of(buffer), None if counter is None else version_of(counter)
         self.values: Tensor | None = buffer.detach().clone()
 
     def clone(self) -> Tensor:
@@ -44,9 +49,14 @@ class Copy:
         assert self.values is not None
         return set_version(self.values.clone(), self.version)
 
-    def is_of(self, buffer: Tensor) -> bool:
+    def is_of(self, buffer: Tensor, table: Mapping[str, Tensor | None] | None = None) -> bool:
         """Whether ``buffer`` has not changed since."""
-        return self._buffer() is buffer and self.version == version_of(buffer)
+        counter = None if table is None else table.get(COUNTER)
+        if self._buffer() is not buffer or self.version != version_of(buffer):
+            return False
+        if self._counter is None or counter is None:
+            return self._counter is None and counter is None
+        return self._counter() is counter and self._count == version_of(counter)
 
 
 class Modules(tuple[nn.Module, ...]):
@@ -90,12 +100,16 @@ class Layout:
         self.changing_parameters: set[Key] = {(place, "weight") for place, m in limited if "weight" in m._parameters}
         """The parameters that a forward has changed in place. An embedding with ``max_norm`` will."""
         self.changing |= self.changing_parameters
-        self.unversioned: set[Key] = set()
-        """The ``changing`` buffers that change without their version counter, as by ``.data``."""
+        self._buffers: list[dict[str, Any]] = [module._buffers for module in modules]
+        counted = [(place, buffers) for place, buffers in enumerate(self._buffers) if COUNTER in buffers]
+        self.statistics = {(place, name): buffers for place, buffers in counted for name in STATISTICS}
+        """The tables of the buffers that are statistics. Their copies are kept, since they are never large."""
+        uncounted = (key for key, buffers in self.statistics.items() if buffers[COUNTER] is None)
+        self.unversioned: set[Key] = {key for key in uncounted if self.statistics[key].get(key[1]) is not None}
+        """The buffers that change without their version counter, as by ``.data``."""
         inside: list[dict[str, Any]] = [module._modules for module in modules]
         end: dict[str, Any] = {"": _End()}
         self.children = values_of([*inside, end])
-        self._buffers: list[dict[str, Any]] = [module._buffers for module in modules]
         norms = ((place, m) for place, m in enumerate(modules) if isinstance(m, norm_layer) and _is_of_torch(m))
         self.norms = {place: weakref.ref(norm) for place, norm in norms}
         others = [buffers for place, buffers in enumerate(self._buffers) if place not in self.norms]

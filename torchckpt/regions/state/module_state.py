@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import operator
 import sys
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -30,16 +29,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torchckpt.errors import RecomputationError
 from torchckpt.modules import name_of
+from torchckpt.regions.flags import state_lock
 from torchckpt.regions.private import alive, set_version, storage_key
 from torchckpt.regions.state.layout import Copy, Key, Layout, layout_of, lengths_of, values_of, version_of
 from torchckpt.tensors import copy_attributes
 from torchckpt.typing import Function
 
-__all__ = ["ModuleState", "Substitutes", "exclusive", "record_state", "state_lock", "substituted"]
-
-state_lock = threading.RLock()
-"""It is held while modules hold substitutes, by forwards that change buffers, so that none changes a substitute, and by
-replays that draw from a generator which other threads share."""
+__all__ = ["ModuleState", "Substitutes", "changed_in_place", "exclusive", "record_state", "substituted"]
 
 _LOCK_TIMEOUT_SECONDS = 300
 
@@ -107,11 +103,11 @@ class ModuleState:
                     self._buffers[key] = tensor, None if tensor is None else self._copy(key, tensor)
 
     def _copy(self, key: Key, tensor: Tensor) -> Copy:
-        copy = self.layout.copies.get(key)
+        copy, table = self.layout.copies.get(key), self.layout.statistics.get(key)
         if tensor.is_inference():
             self.layout.unversioned.add(key)
-        if copy is None or not copy.is_of(tensor) or key in self.layout.unversioned:
-            copy = self.layout.copies[key] = Copy(tensor)
+        if copy is None or not copy.is_of(tensor, table) or key in self.layout.unversioned:
+            copy = self.layout.copies[key] = Copy(tensor, table)
             self._new_copies.append(key)
         return copy
 
@@ -120,6 +116,10 @@ class ModuleState:
         are left out, since their memory is not theirs to record."""
         tensors = chain.from_iterable((tensor, copy and copy.values) for tensor, copy in self._buffers.values())
         return [tensor for tensor in tensors if type(tensor) is Tensor and tensor.layout == torch.strided]
+
+    def has_statistics_of(self, layer: nn.Module) -> bool:
+        """Whether the forward found the layer's statistics among its buffers: then a replay has them as they were."""
+        return any(self.layout.statistics.get(key) is layer._buffers for key in self._buffers)
 
     def note_changes(self) -> None:
         """Note, after the forward, what it has changed, and drop large copies of other buffers."""
@@ -140,7 +140,7 @@ class ModuleState:
             tensor, copy = self._buffers[key]
             if tensor is None or copy is None or key in layout.changing or key in layout.unversioned:
                 continue
-            if tensor.layout != torch.strided or tensor.nbytes > _SMALL_BYTES:
+            if tensor.layout != torch.strided or (tensor.nbytes > _SMALL_BYTES and key not in layout.statistics):
                 copy.values = None
             elif not _equal(copy.values, tensor):
                 layout.changing.add(key)
@@ -160,7 +160,9 @@ class ModuleState:
         original = alive(self._non_leaves[key]) if key in self._non_leaves else tensor
         if self.layout.dict_of(key).get(key[1], _NOTHING) is not original:
             return False
-        return tensor is None or copy is None or (copy.is_of(tensor) and key not in self.layout.unversioned)
+        if tensor is None or copy is None:
+            return True
+        return copy.is_of(tensor, self.layout.statistics.get(key)) and key not in self.layout.unversioned
 
     def substitutes(self, function: Function) -> Substitutes | None:
         """The substitutes for a replay of ``function``; None if all is as the forward found it."""
@@ -181,7 +183,7 @@ class ModuleState:
         substitutes.values.extend(layout.other_flags(self._flags, flags))
         if (substitutes.changed or substitutes.late) and layout.is_compiled:  # reads of compiled code cannot be watched
             if substitutes.changed:
-                raise _changed(function, *next(iter(substitutes.changed.values())))
+                raise changed_in_place(function, *next(iter(substitutes.changed.values())))
             raise _changed_late(function, next(iter(substitutes.late.values())))
         return substitutes if substitutes.values or substitutes.changed else None
 
@@ -231,7 +233,7 @@ class ModuleState:
                         twins[id(tensor)] = copy.clone()
                         _twins[twins[id(tensor)]] = None
                     twin = twins[id(tensor)]
-                elif not copy.is_of(tensor):
+                elif not copy.is_of(tensor, self.layout.statistics.get(key)):
                     substitutes.changed[id(tensor)] = tensor, self.layout.path_of(tensor)
             substitutes.values.append((self.layout.dict_of(key), key[1], twin))
         layout = self.layout
@@ -316,7 +318,7 @@ class _ForbidReads(TorchFunctionMode):
         if is_look and (func == _GRADIENT or not isinstance(result, Tensor)):
             return result
         if changed:
-            raise _changed(self._function, *self._changed[id(changed[0])])
+            raise changed_in_place(self._function, *self._changed[id(changed[0])])
         for leaf, version in late:
             if not self._late[id(leaf)].allows(leaf, version):
                 raise _changed_late(self._function, self._late[id(leaf)])
@@ -342,7 +344,8 @@ def _equal(values: Tensor | None, tensor: Tensor) -> bool:
     return torch.equal(values, tensor)
 
 
-def _changed(function: Function, tensor: Tensor, path: str) -> RecomputationError:
+def changed_in_place(function: Function, tensor: Tensor, path: str) -> RecomputationError:
+    """The error for a replay that reads ``tensor``, which is no longer what it was in the forward."""
     return RecomputationError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: the replay of "
         f"region {name_of(function)} reads {path}, [{tensor.type()} {list(tensor.shape)}], which was changed in place "

@@ -29,11 +29,14 @@ from torchckpt.regions.private import (
 )
 
 __all__ = [
+    "COUNTER",
+    "STATISTICS",
     "is_in_call",
     "is_statistic",
     "lend",
     "look",
     "means",
+    "moved",
     "note_caller",
     "on_copies",
     "own_buffers",
@@ -42,7 +45,8 @@ __all__ = [
     "updates",
 ]
 
-_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+COUNTER = "num_batches_tracked"
+STATISTICS = ("running_mean", "running_var", COUNTER)
 
 _lock = threading.Lock()
 _copied: dict[nn.Module, tuple[int, dict[str, Tensor]]] = {}
@@ -122,11 +126,18 @@ def note_caller(frame: FrameType) -> bool:
         layer: Any = outer.f_locals.get("self")
         if issubclass(type(layer), norm_layer):
             local.thread.norms.append(layer)
+            if not updates(layer):
+                local.thread.norms.read = [*local.thread.norms.read, (layer, _versions(layer))]
             if not _is_of_call(outer, layer):
                 _bare.add(layer)
             break
         outer = outer.f_back
     return True
+
+
+def moved(read: Iterable[tuple[nn.Module, tuple[int, int]]]) -> list[nn.Module]:
+    """The layers in ``read``, which have read their statistics, whose buffers have other versions now."""
+    return [layer for layer, versions in read if _versions(layer) != versions]
 
 
 def is_in_call(frame: FrameType) -> bool:
@@ -247,13 +258,13 @@ _KEY = id(_before_call)
 
 
 def _own(layer: nn.Module) -> dict[str, Tensor]:
-    return {name: buffer for name in _BUFFERS if (buffer := layer._buffers.get(name)) is not None}
+    return {name: buffer for name in STATISTICS if (buffer := layer._buffers.get(name)) is not None}
 
 
 def _versions(layer: nn.Module) -> tuple[int, int]:
     """The versions of the buffers that torch's layers change by a counted operation: BatchNorm changes so the number of
     batches, and InstanceNorm the mean."""
-    mean, count = layer._buffers.get("running_mean"), layer._buffers.get("num_batches_tracked")
+    mean, count = layer._buffers.get("running_mean"), layer._buffers.get(COUNTER)
     try:
         return 0 if mean is None else mean._version, 0 if count is None else count._version
     except RuntimeError:  # inference tensors have no versions
