@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from torchckpt.distributed.meeting import all_gather
+from torchckpt.distributed.replicas import larger_stages
 from torchckpt.measuring.record import Record
 from torchckpt.planning import Schedule, Stage, Step, fixed
 from torchckpt.planning.order.schedule import Visit
@@ -57,7 +58,7 @@ def gather(
     for host, now, place, steps, stages_of_process in processes:
         ahead = 0.0 if host == processes[0][0] else now - processes[0][1]
         replicas[place].append([[_shifted(span, ahead) for span in step] for step in steps])
-        stages = {**stages_of_process, **stages}  # the first replica of the pipeline counts
+        stages = larger_stages(stages, stages_of_process)
     spans: list[Spans] = [list(ranks) for replica in zip(*replicas) for ranks in zip(*replica)]
     in_order = [stages.get(stage, _UNKNOWN) for stage in range(schedule.stages)]
     return Gathered(measured_step(schedule, kept, segments, in_order, spans), spans)
