@@ -25,6 +25,7 @@ from torch.profiler import record_function
 
 from torchckpt.distributed.counting import CountingScope
 from torchckpt.distributed.faults import (
+    END,
     failure_of,
     out_of_memory,
     plain_regions_refused,
@@ -76,7 +77,7 @@ class RecomputeAhead(Runtime):
         self._checked: set[int] = set()  # stages of which a forward ran
         self._counting: dict[int, tuple[Visit, CountingScope]] = {}  # by stage, in this step
         self._counted: dict[int, Stage] = {}  # their bytes, of a step before
-        self._last_action: str | None = None  # of a step that has not ended
+        self._last_action: str | None = None  # of a step that has not ended; END after the last one
         self._agreed = False
         self._before: Gathered | None = None
         super().__init__(live, schedule)
@@ -145,6 +146,9 @@ class RecomputeAhead(Runtime):
     def reaches(self, action: str) -> None:
         self._last_action = action
         self._record.awaits()
+
+    def ends(self) -> None:
+        self._last_action = END
 
     @contextmanager
     def computing(self, action: Action, outputs: list[object]) -> Iterator[None]:

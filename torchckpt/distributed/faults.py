@@ -20,6 +20,7 @@ from torchckpt.regions.wrap.module import is_checkpointed
 from torchckpt.tensors import nodes_behind, tensors_in
 
 __all__ = [
+    "END",
     "GIVEN_SHAPES",
     "failure_of",
     "out_of_memory",
@@ -153,6 +154,9 @@ def raise_without_regions(stage: int, module: nn.Module, outputs: object, is_pla
 
 # a step that failed ---------------------------------------------------------------------------------------------------
 
+END = "the end of the step"
+"""Where a step is after its last action."""
+
 GIVEN_SHAPES = "PipelineStage(module, index, stages, device, input_args=example, output_args=example)"
 
 _LINES, _LINE = 8, 1000  # of the reason that a failed step quotes, and of each line of it
@@ -181,7 +185,7 @@ def failure_of(error: Exception, rank: str, action: str | None, finds_shapes: bo
 
     Args:
         rank: such as ``"0 of 4"``.
-        action: the one that had begun, such as ``"1RECV_B3"``; None before the first.
+        action: the one that had begun, such as ``"1RECV_B3"``; None before the first, and ``END`` after the last.
         finds_shapes: whether torch was finding the shapes of a stage by running it.
         remedy: what else may help, at the end of the message.
     """
@@ -190,6 +194,8 @@ def failure_of(error: Exception, rank: str, action: str | None, finds_shapes: bo
         stage, kind, micro_batch = match.groups()
         of_stage = f", micro-batch {micro_batch}" if micro_batch else ""
         where = f"stage {stage}{of_stage}, {_WORDS.get(kind, kind)} ({action})"
+    elif action == END:
+        where = "after its last action, where torch waits for the end of its sends, and lists the losses"
     shapes = f"; torch runs later stages on uninitialised memory to find their shapes, unless {GIVEN_SHAPES}"
     first = _first_cause(error)
     return ScheduleError(
