@@ -17,8 +17,7 @@ from typing import TypeAlias
 import torch.distributed as dist
 
 from torchckpt.distributed.meeting import all_gather, broadcast, check_the_same
-from torchckpt.distributed.record import Gathered
-from torchckpt.distributed.replicas import larger_levels
+from torchckpt.distributed.record import Gathered, larger_levels
 from torchckpt.errors import ArgumentError, CheckpointError, Fault, called, check, raise_fault, without_traceback
 from torchckpt.measuring.link import MeasuredLink
 from torchckpt.measuring.remembered import NEAR

@@ -121,10 +121,8 @@ def test_failure_after_the_last_action():
 
     schedule, stages = prepared()
     x, target = batch(M)
-    text = (
-        "failed on rank 0 of 1: after its last action, where torch waits for the end of its sends, and lists the losses\n"
-        "  received: ValueError: no more\n"
-    )
+    where = "after its last action, where torch waits for the end of its sends, and lists the losses"
+    text = f"failed on rank 0 of 1: {where}\n  received: ValueError: no more\n"
     for call in (schedule.step, schedule.eval):
         with pytest.raises(ScheduleError, match=re.escape(text)):
             call(x, target=target, losses=Full())
