@@ -99,12 +99,15 @@ def test_schedule_of_torch_is_left_as_it_was():
 
 def test_noted_actions_are_a_list_that_tells_of_each():
     seen = []
-    actions = runtime._Noted([1, 2], seen.append)
+    actions = runtime._Noted([1, 2], seen.append, lambda: seen.append("end"))
+    assert next(iter(actions)) == 1
+    assert seen == ["1"]
+    seen.clear()
     assert list(actions) == [1, 2]
-    assert seen == ["1", "2"]
+    assert seen == ["1", "2", "end"]
     assert type(copy.deepcopy(actions)) is list
     assert copy.deepcopy(actions) == [1, 2]
-    assert seen == ["1", "2"]
+    assert seen == ["1", "2", "end"]
 
 
 @pytest.mark.usefixtures("alone")
@@ -121,7 +124,7 @@ def test_stages_have_nothing_of_ours_afterwards():
 def test_runtime_leaves_to_a_subclass_what_happens_around_actions():
     empty = object.__new__(runtime.Runtime)
     methods = [(empty.running, ()), (empty.reaches, ("0F0",)), (empty.computing, (0, [])), (empty.recompute, (0,))]
-    for method, args in methods:
+    for method, args in (*methods, (empty.ends, ())):
         with pytest.raises(NotImplementedError):
             method(*args)
 

@@ -8,7 +8,7 @@
     record            when actions ran, on all ranks; the step that was measured
     counting          bytes that a stage saves, and bytes that are alive
     meeting, message  what ranks tell each other, and when
-    faults            regions that are torch's own, and steps that failed
+    faults            regions that are torch's own, what split backwards leave out, and steps that failed
     private           private names of torch
 """
 from torchckpt.distributed.ahead import RecomputeAhead

@@ -25,6 +25,8 @@ from torch.profiler import record_function
 
 from torchckpt.distributed.counting import CountingScope
 from torchckpt.distributed.faults import (
+    END,
+    LeftOut,
     failure_of,
     out_of_memory,
     plain_regions_refused,
@@ -74,9 +76,10 @@ class RecomputeAhead(Runtime):
         self._frames = Frames(segments)
         self._record = Record(torch.device(first.device))
         self._checked: set[int] = set()  # stages of which a forward ran
+        self._left_out = LeftOut()
         self._counting: dict[int, tuple[Visit, CountingScope]] = {}  # by stage, in this step
         self._counted: dict[int, Stage] = {}  # their bytes, of a step before
-        self._last_action: str | None = None  # of a step that has not ended
+        self._last_action: str | None = None  # of a step that has not ended; END after the last one
         self._agreed = False
         self._before: Gathered | None = None
         super().__init__(live, schedule)
@@ -146,6 +149,9 @@ class RecomputeAhead(Runtime):
         self._last_action = action
         self._record.awaits()
 
+    def ends(self) -> None:
+        self._last_action = END
+
     @contextmanager
     def computing(self, action: Action, outputs: list[object]) -> Iterator[None]:
         start = self._record.now()
@@ -154,6 +160,8 @@ class RecomputeAhead(Runtime):
             with self._gathering(visit, outputs):
                 yield
         else:
+            if action.kind is Kind.INPUT_GRAD:
+                self._left_out.look(self._stage_by_index[action.stage], action.micro_batch, self._internal_losses)
             self._frames.drop(visit)  # [3]
             yield
         self._record.ended(action, start)

@@ -1,16 +1,18 @@
-"""Faults: what is wrong with the regions of a stage, which must be torchckpt's, and where a step has failed."""
+"""Faults: regions that are not torchckpt's, what split backwards leave out, and where a step has failed."""
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from torchckpt.distributed.private import LiveStage, split_at
 from torchckpt.errors import Fault, RegionError, ScheduleError
 from torchckpt.modules import is_compiled
 from torchckpt.regions.flags import is_checkpointing
@@ -20,7 +22,9 @@ from torchckpt.regions.wrap.module import is_checkpointed
 from torchckpt.tensors import nodes_behind, tensors_in
 
 __all__ = [
+    "END",
     "GIVEN_SHAPES",
+    "LeftOut",
     "failure_of",
     "out_of_memory",
     "plain_regions_refused",
@@ -151,7 +155,54 @@ def raise_without_regions(stage: int, module: nn.Module, outputs: object, is_pla
     raise RegionError(f"a stage that is to be recomputed has no region\n  received: {received}\n  works:    {works}")
 
 
+# split backwards ------------------------------------------------------------------------------------------------------
+
+
+class LeftOut:
+    """Warns, once for each stage, of tensors that are trained, are no parameters of it, and get no gradient.
+
+    ``stage_backward_weight`` of ``torch/distributed/pipelining/_backward.py`` (2.11 to 2.15) asks for the gradients of
+    the stage's parameters alone. Where a plan does the backward of a visit in one, other leaves have a gradient of that
+    visit. Ends when torch accumulates into all.
+
+    A leaf that is made in a forward, as a dummy that has torch record a graph, is nobody's to train: so a leaf counts
+    that is behind two micro-batches.
+    """
+
+    def __init__(self) -> None:
+        self._behind_first: dict[int, list[weakref.ref[Tensor]]] = {}
+
+    def look(self, stage: LiveStage, micro_batch: int, losses: Sequence[Tensor]) -> None:
+        """Look at what is behind the output of ``stage``, or its loss, right before a split backward."""
+        first = self._behind_first.get(stage.stage_index)
+        if first == []:
+            return
+        outputs, received = split_at(stage, micro_batch, losses)
+        nodes: Iterator[Any] = nodes_behind(outputs)  # whose types know no variables
+        leaves = [node.variable for node in nodes if node.name().endswith("AccumulateGrad")]
+        known = {id(tensor) for tensor in (*stage.submod.parameters(), *received)}
+        left_out = [leaf for leaf in leaves if id(leaf) not in known]
+        if first is None:
+            self._behind_first[stage.stage_index] = [weakref.ref(leaf) for leaf in left_out]
+            return
+        self._behind_first[stage.stage_index] = []
+        again = {id(leaf()) for leaf in first}
+        shapes = [list(leaf.shape) for leaf in left_out if id(leaf) in again]
+        if shapes:
+            more = f", and {len(shapes) - 1} more" if shapes[1:] else ""
+            warnings.warn(
+                "recompute_ahead: split backwards, as in torch, give no gradient to what is no parameter of the stage; "
+                "whole ones, which a plan may do in their place, give it\n"
+                f"  received: stage {stage.stage_index}, with a tensor of shape {shapes[0]}{more}\n"
+                "  works:    stage_module.scale = torch.nn.Parameter(scale), and stage_module.scale where it is used",
+                stacklevel=2,
+            )
+
+
 # a step that failed ---------------------------------------------------------------------------------------------------
+
+END = "the end of the step"
+"""Where a step is after its last action."""
 
 GIVEN_SHAPES = "PipelineStage(module, index, stages, device, input_args=example, output_args=example)"
 
@@ -181,7 +232,7 @@ def failure_of(error: Exception, rank: str, action: str | None, finds_shapes: bo
 
     Args:
         rank: such as ``"0 of 4"``.
-        action: the one that had begun, such as ``"1RECV_B3"``; None before the first.
+        action: the one that had begun, such as ``"1RECV_B3"``; None before the first, and ``END`` after the last.
         finds_shapes: whether torch was finding the shapes of a stage by running it.
         remedy: what else may help, at the end of the message.
     """
@@ -190,6 +241,8 @@ def failure_of(error: Exception, rank: str, action: str | None, finds_shapes: bo
         stage, kind, micro_batch = match.groups()
         of_stage = f", micro-batch {micro_batch}" if micro_batch else ""
         where = f"stage {stage}{of_stage}, {_WORDS.get(kind, kind)} ({action})"
+    elif action == END:
+        where = "after its last action, where torch waits for the end of its sends, and lists the losses"
     shapes = f"; torch runs later stages on uninitialised memory to find their shapes, unless {GIVEN_SHAPES}"
     first = _first_cause(error)
     return ScheduleError(

@@ -17,7 +17,7 @@ from typing import TypeAlias
 import torch.distributed as dist
 
 from torchckpt.distributed.meeting import all_gather, broadcast, check_the_same
-from torchckpt.distributed.record import Gathered
+from torchckpt.distributed.record import Gathered, larger_levels
 from torchckpt.errors import ArgumentError, CheckpointError, Fault, called, check, raise_fault, without_traceback
 from torchckpt.measuring.link import MeasuredLink
 from torchckpt.measuring.remembered import NEAR
@@ -240,7 +240,7 @@ def digest_of(plan: PipelinePlan) -> str:
 def _measured_step(order: Schedule, levels_of_processes: Sequence[_Levels]) -> MeasuredStep:
     levels: dict[Action, Level] = {}
     for levels_of_process in levels_of_processes:
-        levels = {**levels_of_process, **levels}  # the first replica of the pipeline wins
+        levels = larger_levels(levels, levels_of_process)
     return MeasuredStep(order, {**arrival(order), **dict.fromkeys(recomputed_early(order), State.EARLY)}, levels)
 
 

@@ -36,6 +36,7 @@ __all__ = [
     "order_of",
     "raise_unless_supported",
     "sends_objects",
+    "split_at",
     "stages_of",
 ]
 
@@ -113,6 +114,20 @@ def handing_over(stages: Mapping[int, LiveStage]) -> Iterator[None]:
                 if hasattr(receive, "take_buffer") and receive.source in stages:
                     receive.buffer = None
         raise
+
+
+def split_at(stage: LiveStage, micro_batch: int, losses: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """What a split backward of ``stage`` begins and ends at: its loss of ``micro_batch``, or what its forward returned,
+    or nodes of that; and what it got from the stage before. Nothing where torch does all of the backward in one."""
+    if stage.is_first or stage.dw_builder:
+        return [], []
+    if hasattr(stage, "_forward_chunk_states"):  # since torch 2.15
+        state = stage._forward_chunk_states[micro_batch]
+        outputs, inputs = state.stage_output_for_backward(), state.input_values
+    else:
+        outputs, inputs = stage.fwd_cache[micro_batch]
+    roots = losses[micro_batch : micro_batch + 1] if stage.is_last else outputs
+    return [getattr(root, "node", root) for root in roots], inputs[: len(stage.args_recv_info[micro_batch])]
 
 
 def micro_batches_of(live: Live) -> int:

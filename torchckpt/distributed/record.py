@@ -3,18 +3,23 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from torchckpt.distributed.meeting import all_gather
 from torchckpt.measuring.record import Record
-from torchckpt.planning import Schedule, Stage, Step, fixed
+from torchckpt.planning import Action, Block, Schedule, Stage, Step, fixed
 from torchckpt.planning.order.schedule import Visit
 from torchckpt.planning.step.measured import Span, Spans, measured_step
+from torchckpt.planning.step.memory import Level, Piece
 
-__all__ = ["Gathered", "gather"]
+__all__ = ["Gathered", "gather", "larger_levels"]
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 _UNKNOWN = Stage((fixed(),))
 """A stage whose bytes were not counted yet."""
@@ -57,7 +62,7 @@ def gather(
     for host, now, place, steps, stages_of_process in processes:
         ahead = 0.0 if host == processes[0][0] else now - processes[0][1]
         replicas[place].append([[_shifted(span, ahead) for span in step] for step in steps])
-        stages = {**stages_of_process, **stages}  # the first replica of the pipeline counts
+        stages = _larger_stages(stages, stages_of_process)
     spans: list[Spans] = [list(ranks) for replica in zip(*replicas) for ranks in zip(*replica)]
     in_order = [stages.get(stage, _UNKNOWN) for stage in range(schedule.stages)]
     return Gathered(measured_step(schedule, kept, segments, in_order, spans), spans)
@@ -66,3 +71,52 @@ def gather(
 def _shifted(span: Span, seconds: float) -> Span:
     action, *times = span.action, span.due_seconds, span.start_seconds, span.end_seconds
     return Span(action, *(time - seconds for time in times))
+
+
+# replicas of a pipeline, whose micro-batches may have other sizes: one plan is for the most bytes of any --------------
+
+
+def larger_levels(first: Mapping[Action, Level], other: Mapping[Action, Level]) -> dict[Action, Level]:
+    """The levels of two processes. Of an action that both ran, each number is the larger one."""
+    return _together(first, other, _larger_level)
+
+
+def _larger_stages(first: Mapping[int, Stage], other: Mapping[int, Stage]) -> dict[int, Stage]:
+    """The stages of two processes. One that both have takes as much as either, whatever becomes of its blocks."""
+    return _together(first, other, _larger_stage)
+
+
+def _together(
+    first: Mapping[_Key, _Value], other: Mapping[_Key, _Value], larger: Callable[[_Value, _Value], _Value]
+) -> dict[_Key, _Value]:
+    both = {key: larger(value, other[key]) for key, value in first.items() if key in other}
+    return {**first, **other, **both}
+
+
+def _larger_level(first: Level, other: Level) -> Level:
+    places = [[(piece.block, piece.is_replay) for piece in level.pieces] for level in (first, other)]
+    pieces = map(_larger_piece, first.pieces, other.pieces) if places[0] == places[1] else ()
+    highest, left, entered = map(max, first[:3], other[:3])
+    return Level(highest, left, entered, tuple(pieces))
+
+
+def _larger_piece(first: Piece, other: Piece) -> Piece:
+    return first._replace(highest=max(first.highest, other.highest), left=max(first.left, other.left))
+
+
+def _larger_stage(first: Stage, other: Stage) -> Stage:
+    if len(first.blocks) != len(other.blocks):  # no plan is for both: a forward of the other will say so
+        return first
+    before, *blocks, after = map(_larger_block, first.parts, other.parts)
+    return replace(first, blocks=tuple(blocks), before=before, after=after)
+
+
+def _larger_block(first: Block, other: Block) -> Block:
+    seconds = max(first.recompute_seconds, other.recompute_seconds)
+    boundary, freed = max(first.boundary_bytes, other.boundary_bytes), max(first.freed_bytes, other.freed_bytes)
+    larger = replace(first, recompute_seconds=seconds, saved_bytes=boundary + freed, boundary_bytes=boundary)
+    if first.moved_bytes is None or other.moved_bytes is None:
+        return larger
+    moved = max(first.moved_bytes, other.moved_bytes)
+    stays = max(first.saved_bytes - first.moved_bytes, other.saved_bytes - other.moved_bytes)
+    return replace(larger, saved_bytes=max(larger.saved_bytes, moved + stays), moved_bytes=moved)

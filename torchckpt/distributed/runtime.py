@@ -47,16 +47,17 @@ _LEFT_BEHIND = ("fwd_recv_ops", "bwd_recv_ops", "unshard_ops", "unsharded_stages
 
 
 class _Noted(list[Any]):
-    """The actions of a rank; tells ``note`` of each that a loop comes to."""
+    """The actions of a rank; tells ``note`` of each that a loop comes to, and ``end`` that it has ended."""
 
-    def __init__(self, actions: Sequence[Any], note: Callable[[str], None]) -> None:
+    def __init__(self, actions: Sequence[Any], note: Callable[[str], None], end: Callable[[], None]) -> None:
         super().__init__(actions)
-        self._note = note
+        self._note, self._end = note, end
 
     def __iter__(self) -> Iterator[Any]:
         for action in super().__iter__():
             self._note(str(action))
             yield action
+        self._end()
 
     def __deepcopy__(self, memo: Any) -> list[Any]:
         return list(super().__iter__())  # what torch prints where a step fails
@@ -102,6 +103,10 @@ class Runtime(TorchRuntime):
 
     def reaches(self, action: str) -> None:
         """Called right before each action, such as ``1F0`` or ``1RECV_B3``."""
+        raise NotImplementedError
+
+    def ends(self) -> None:
+        """Called after the last action, before torch waits for what it has sent, and lists the losses."""
         raise NotImplementedError
 
     def computing(self, action: Action, outputs: list[object]) -> AbstractContextManager[None]:
@@ -152,7 +157,7 @@ class Runtime(TorchRuntime):
         with self.running(), ExitStack() as stack:
             stack.push(self._forget)
             actions = self._training if self.is_training else _forwards_of(self._plain[self.rank])
-            self.pipeline_order_with_comms[self.rank] = _Noted(actions, self.reaches)
+            self.pipeline_order_with_comms[self.rank] = _Noted(actions, self.reaches, self.ends)
             for stage in self._stages:
                 stack.enter_context(self._watched(stage))
             return super()._step_microbatches(*args, **kwargs)

@@ -123,6 +123,8 @@ class _Stashed:
     popped_by: str | None = None
     place: int | None = None
     """Its index among the tensors of the next stage, where the skip is also an argument of that stage."""
+    argument: Tensor | None = None
+    """That argument, for the later parts of the stage: to them it is the same tensor as to the first."""
 
 
 class Skips:
@@ -149,6 +151,17 @@ class Skips:
     def place_of(self, name: Name) -> int | None:
         return self._stashed[name].place if name in self._stashed else None
 
+    def enter(self, arrived: Sequence[Tensor]) -> frozenset[int]:
+        """Note that a stage in several parts begins with the tensors ``arrived``, or that it ends, with none. Return
+        the indices of those that are skips, too."""
+        passed = set()
+        for skip in self._stashed.values():
+            skip.argument = None
+            if arrived and skip.place is not None:
+                skip.argument = arrived[skip.place]
+                passed.add(skip.place)
+        return frozenset(passed)
+
     def leave(self, arrived: Sequence[Tensor], kept: dict[Name, Tensor], leaving: Sequence[Tensor]) -> None:
         """Note the end of a stage that got ``arrived``, stashed ``kept`` and returns ``leaving``."""
         numbers = {id(tensor): number for number, tensor in enumerate(leaving)}
@@ -164,8 +177,9 @@ class Skips:
             raise_fault(Fault(rule, f"{name[1]!r}, by {before.layer} and by {layer}", works))
         self._stashed[name] = _Stashed(layer)
 
-    def popped(self, name: Name, layer: str) -> Any:
-        """Note that ``layer`` pops ``name``, and return the ``transfer`` that was sent."""
+    def popped(self, name: Name, layer: str) -> tuple[Any, Tensor | None]:
+        """Note that ``layer`` pops ``name``. Return the ``transfer`` that was sent, and the skip where it came as an
+        argument of the stage."""
         skip = self._stashed.get(name)
         if skip is None:
             later = self._later(name, layer)
@@ -176,13 +190,14 @@ class Skips:
             who, works = f"by {skip.popped_by} and by {layer}", f"stash({name[1]!r}, ...) under a second name"
             raise_fault(Fault("a skip is popped twice in a forward", f"{name[1]!r}, {who}", works))
         skip.popped_by = layer
-        transfer, tensor, skip.transfer, skip.tensor = skip.transfer, skip.tensor, None, None
+        transfer, tensor, argument = skip.transfer, skip.tensor, skip.argument
+        skip.transfer = skip.tensor = skip.argument = None
         if tensor is not None and version_of(tensor) != skip.version:
             rule = "a skip was changed in place between the layer that stashes it and the one that pops it"
             who = f"{name[1]!r}, stashed by {skip.layer}, popped by {layer}, changed by a stage between"
             works = f"stash({name[1]!r}, x.clone()), or the operation out of place"
             raise_fault(Fault(rule, who, works))
-        return transfer
+        return transfer, argument
 
     def faults(self) -> Iterator[Fault]:
         """A fault for each skip that no layer popped."""
@@ -214,6 +229,10 @@ class StageSkips:
         self.layer: object = ""
         """The layer that runs now; ``str()`` of it names it in errors."""
 
+    @property
+    def are_any(self) -> bool:
+        return self._skips is not None and self._skips.are_any
+
     def run(self, function: Callable[[], Any], arguments: Sequence[Tensor] = ()) -> tuple[Any, dict[Name, Tensor]]:
         """Run the stage once; the first run is the forward. Return its output, and the skips that it stashed and did
         not pop itself.
@@ -244,18 +263,18 @@ class StageSkips:
 
     def pop(self, name: Name) -> Tensor:
         """A skip of this stage, or one from another stage. In a replay, the same tensor that the forward got."""
-        transfer = None
+        transfer = argument = None
         if self._skips is not None and self._is_forward:
             place = self._skips.place_of(name) if self._arguments and name not in self._kept else None
             if place is not None:
                 self._places[name] = place
-            transfer = self._skips.popped(name, str(self.layer))
+            transfer, argument = self._skips.popped(name, str(self.layer))
         if name in self._kept:
             return self._kept.pop(name)
         if name in self._places:
             return self._arguments[self._places[name]]
         if name not in self._fetched and self._is_forward and self._fetch is not None:
-            tensor = self._fetch(transfer)
+            tensor = self._fetch(transfer) if argument is None else argument
             self._fetched[name] = tensor, version_of(tensor)
         if name not in self._fetched:
             raise RecomputationError(

@@ -114,6 +114,23 @@ def test_failure_before_the_first_action():
 
 
 @pytest.mark.usefixtures("alone")
+def test_failure_after_the_last_action():
+    class Full(list):
+        def extend(self, losses):
+            raise ValueError("no more")
+
+    schedule, stages = prepared()
+    x, target = batch(M)
+    where = "after its last action, where torch waits for the end of its sends, and lists the losses"
+    text = f"failed on rank 0 of 1: {where}\n  received: ValueError: no more\n"
+    for call in (schedule.step, schedule.eval):
+        with pytest.raises(ScheduleError, match=re.escape(text)):
+            call(x, target=target, losses=Full())
+        assert_clean(schedule, stages)
+    assert equal(seen_in_a_step(schedule, stages), seen_in_a_step(*prepared()))
+
+
+@pytest.mark.usefixtures("alone")
 def test_block_whose_replay_differs():
     schedule, stages = prepared("rows", exempt="none")
     text = "stage 1, micro-batch 0, recompute (1R0)\n  received: RecomputationError: the replay of region "

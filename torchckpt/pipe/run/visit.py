@@ -97,11 +97,14 @@ def visit(
         is_cut: whether tensors between stages are moved, or their graph ends there. If not, the layers may work on
             their inputs directly: autograd itself sees their in-place changes.
     """
+    passed: frozenset[int] | None = batch.skips.enter(arrived if len(parts) > 1 else ())
     for part in parts[:-1]:
-        visited = _visit_part(part, batch, arrived, fetch, part is parts[0], is_cut, goes_to_cut=False)
+        visited = _visit_part(part, batch, arrived, fetch, passed, is_cut, goes_to_cut=False)
         batch = visited.onward(visited.tensors, stash, send=list)
-        arrived = tuple(batch.transfers)
-    return _visit_part(parts[-1], batch, arrived, fetch, len(parts) == 1, is_cut, goes_to_cut=not is_last)
+        arrived, passed = tuple(batch.transfers), None
+    visited = _visit_part(parts[-1], batch, arrived, fetch, passed, is_cut, goes_to_cut=not is_last)
+    batch.skips.enter(())
+    return visited
 
 
 def _visit_part(
@@ -109,17 +112,22 @@ def _visit_part(
     batch: InFlight,
     arrived: tuple[Tensor, ...],
     fetch: Callable[[Any], Tensor],
-    is_first: bool,
+    passed: frozenset[int] | None,
     is_cut: bool,
     goes_to_cut: bool,
 ) -> Visited:
+    """``passed``: of the first part, the indices of its inputs that are skips for later ones; None: it is a later one.
+    """
     stage, frame = part
     memory = batch.memory
+    if passed:
+        memory = memory._replace(shared=memory.shared | passed)
     if frame is not None:  # its replay needs them, and what comes next may have no frame
         memory = Memory(memory.shared, frozenset(range(len(arrived))))
     on_copies = bool(memory.kept)
-    shared = memory.shared if on_copies or (is_cut and is_first) else None
-    call = StageCall(stage, StageSkips(batch.skips, fetch), on_copies, shared, is_first)
+    shared = memory.shared if on_copies or (is_cut and passed is not None) else None
+    uncopied = memory.shared if passed is None else passed
+    call = StageCall(stage, StageSkips(batch.skips, fetch), on_copies, shared, uncopied)
     args, kwargs = batch.put_back(arrived)
     output, stashed = call(*args, **kwargs) if frame is None else frame.forward(call, args, kwargs)
     check(_output_faults(stage, output, is_cut and goes_to_cut))
@@ -169,15 +177,14 @@ class StageCall(NamesModules):
         on_copies: whether the layers work on copies of the inputs that they change.
         shared: the indices of inputs that share memory with other tensors that cross a cut; None: all changes are
             allowed.
-        is_first: whether the inputs are those of a whole stage. Else no shared input is copied: a skip, too, needs its
-            gradient, and sums of three round otherwise behind a copy.
+        uncopied: the indices of inputs that other parts of a stage read, too. None of these is copied: sums of three
+            gradients round otherwise behind a copy.
     """
 
     def __init__(
-        self, stage: Stage, skips: StageSkips, on_copies: bool, shared: Collection[int] | None, is_first: bool
+        self, stage: Stage, skips: StageSkips, on_copies: bool, shared: Collection[int] | None, uncopied: frozenset[int]
     ) -> None:
-        self._stage, self._skips, self._shared = stage, skips, shared
-        self._uncopied = frozenset() if is_first else frozenset(shared or ())
+        self._stage, self._skips, self._shared, self._uncopied = stage, skips, shared, uncopied
         self._known = stage.in_place if on_copies else None
         self._mode: Mode = ()
         self._copied: frozenset[int] | None = frozenset()  # None: all
@@ -188,7 +195,8 @@ class StageCall(NamesModules):
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[Name, Tensor]]:
         is_forward, self._is_forward = self._is_forward, False
         if self._shared is None:
-            return self._skips.run(partial(self._run, args, kwargs, None))
+            arguments = tensors_of_pair((args, kwargs))[0] if self._skips.are_any else ()
+            return self._skips.run(partial(self._run, args, kwargs, None), arguments)
         tensors, put_back = tensors_of_pair((args, kwargs))
         if is_forward and self._known is not None:
             self._mode = _mode_of(self, tensors)
