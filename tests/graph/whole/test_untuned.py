@@ -46,6 +46,7 @@ def within(model, inputs, options):
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported:UserWarning")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in UNTUNED])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_bits_and_bytes(name, options):
