@@ -6,7 +6,9 @@ leaves a mark at the nodes of its outputs, which the backward reaches, or which 
 [1] A step whose first call is of no known step recomputes everything, and is counted. [2] Of others the plans are made
 when they begin. [3] While calls are those of known steps, a call is kept if all of these keep it; any other call is
 recomputed. [4] Of calls between the first and the last one of a known step, only the layer and the shape of the first
-tensor are looked at.
+tensor are looked at. They leave no mark while the newest one waits: without it, as behind frozen layers, behind a graph
+that was cut, and where an output was dropped, nobody would know that the step goes on. Where a step was taken for ended
+before its last call nevertheless, all calls leave one from then on.
 """
 from __future__ import annotations
 
@@ -102,7 +104,7 @@ class Steps:
                 self._close()
             return
         device = _device_of(model, args, kwargs)
-        shapes = (*self._settings.now(device.type), *shapes_of(*args, *kwargs.values()))
+        shapes = (*self._settings_on(device), *shapes_of(*args, *kwargs.values()))
         if step is None or not step.calls or not step.is_alive:
             self._unseen = 0 if step is None or step.calls else self._unseen + 1
             if self._unseen == _UNSEEN:
@@ -117,7 +119,7 @@ class Steps:
         step, own = self.step, (layer, f"training={module.training}", shapes_of(*args, *kwargs.values()))
         if step is None or step.has_ended:
             device = _device_of(module, args, kwargs)
-            settings = self._settings.now(device.type)
+            settings = self._settings_on(device)
             step = self._begin((settings, *own), device)
             step.model = settings
         if step.thread != threading.get_ident() or step.calls == MOST_CALLS:
@@ -137,6 +139,10 @@ class Steps:
             counter.stay(call, outputs)
         step.hides |= step.is_learned and any(map(hides_tensors, tree_leaves((args, kwargs, outputs))))
         return step.marked_with(outputs, call, is_kept)
+
+    def _settings_on(self, device: torch.device) -> Shapes:
+        settings = self._settings.now(device.type)
+        return (*settings, self._settings.has_gradients) if self._known.tells_gradients else settings
 
     def _check(self, step: Step) -> None:
         """Raise the error of a step that is none that fits, as its calls have shown."""
@@ -196,6 +202,8 @@ class Steps:
         if step.is_other:
             self._uncertain.setdefault(step.first, _AGAIN)
         order, ran = tuple(step.order), step.ran
+        for known in step.known if not (order or step.has_failed) else ():
+            known.ended_early(step.calls)
         if ran is not None:
             self._followed, ran.steps = ran, ran.steps + 1
         if ran is not None and not step.has_failed and ran.is_otherwise(step.calls, order):
@@ -245,7 +253,11 @@ class Enter:
         ):  # fmt: skip
             return self._steps.run(self._layer, module, function, args, kwargs, options)
         step.calls += 1
-        return step.run(step.calls - 1, foreseen.is_kept, function, args, kwargs, options)  # [4]
+        outputs = step.run(call := step.calls - 1, foreseen.is_kept, function, args, kwargs, options)  # [4]
+        mark = step.newest()
+        if mark is None or mark.is_reached:
+            return step.marked_with(outputs, call, foreseen.is_kept)
+        return outputs
 
     def __reduce__(self) -> Any:
         return _nothing, ()

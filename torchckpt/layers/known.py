@@ -113,6 +113,8 @@ class KnownStep(Followed[LayersPlan]):
     """What a plan may take."""
     exceeds: bool = False
     """Whether its plan takes more, although it recomputes what it can."""
+    is_marked: bool = False
+    """Whether each of its calls leaves a mark: a step was taken for ended before its last call."""
     ooms: int = 0
     """How often the device had been out of memory then."""
 
@@ -149,6 +151,8 @@ class KnownStep(Followed[LayersPlan]):
         kept = frozenset() if self.plan is None else self.plan.kept
         looked_at = self.edges.union(*(() if self.plan is None else self.plan.away))
         script: list[Foreseen | None] = []
+        if self.is_marked:
+            return script
         for place, (_, layer, _, shapes) in enumerate(self.key):
             shape = next((shape[:-3] for shape in shapes if isinstance(shape, tuple)), None)
             script.append(None if place in looked_at else Foreseen(layer, shape, place in kept))
@@ -157,6 +161,12 @@ class KnownStep(Followed[LayersPlan]):
     def follow(self, plan: LayersPlan) -> None:
         super().follow(plan)
         self.__dict__.pop("script", None)
+
+    def ended_early(self, calls: int) -> None:
+        """Note that no mark waited any more after so many calls, of which no backward has reached one."""
+        if calls < len(self.key):
+            self.is_marked = True
+            self.__dict__.pop("script", None)
 
 
 def _edges(key: Key) -> set[int]:
@@ -178,6 +188,11 @@ class KnownSteps:
         self._link: HostLink | None = None
         self._device = torch.device("cpu")
         """That of the step that began last."""
+
+    @property
+    def tells_gradients(self) -> bool:
+        """Whether steps that begin with gradients are known apart: they are part of the whole device's memory."""
+        return self._limit.device_memory is not None
 
     def beginning(self, first: Shapes, device: torch.device, settings: ModelSettings) -> list[KnownStep]:
         """The steps whose first call begins with ``first``; no steps that take less because they had gradients that

@@ -2,9 +2,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from operator import attrgetter
+from collections.abc import Callable, Collection
+from itertools import chain
+from operator import attrgetter, methodcaller
 from typing import Any, TypeAlias
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ __all__ = ["ModelSettings", "Shapes", "shapes_of"]
 
 Shapes: TypeAlias = tuple[Any, ...]
 _trains, _requires_grad = attrgetter("training"), attrgetter("requires_grad")
+_children, _own, _values = attrgetter("_modules"), attrgetter("_parameters"), methodcaller("values")
 
 
 def shapes_of(*tree: Any) -> Shapes:
@@ -35,12 +38,13 @@ class ModelSettings:
         self._model = weakref.ref(model)
         self._modules: list[Callable[[], nn.Module | None]] = [lambda: None]  # they are looked for at first
         self._parameters: list[Callable[[], nn.Parameter | None]] = []
+        self._places = self._sizes = 0
 
     def now(self, *kinds: str) -> Shapes:
-        """The modes of all modules, which parameters are trained, and the dtype of autocast on devices of ``kinds``."""
-        try:
-            flags = self._flags()
-        except AttributeError:  # of None: a module or a parameter was exchanged
+        """The modes of all modules, their types, the sizes of parameters and which are trained, and the dtype of
+        autocast on devices of ``kinds``."""
+        flags = self._flags()
+        if flags is None:
             self._look()
             flags = self._flags()
         return f"settings={flags}", *(f"autocast={_autocast(kind)}" for kind in kinds)
@@ -52,7 +56,10 @@ class ModelSettings:
                  for name, child in model.named_modules()}
         trained = {f"parameter {name!r}": "trained" if parameter.requires_grad else "not trained"
                    for name, parameter in model.named_parameters()}
-        return {**trained, **modes, **{f"autocast of {kind}": f"{_autocast(kind)}" for kind in kinds}}
+        sizes = {f"the size of {name!r}": f"{(*parameter.shape,)}" for name, parameter in model.named_parameters()}
+        types = {f"the type of {name!r}": type(child).__name__ for name, child in model.named_modules()}
+        autocast = {f"autocast of {kind}": f"{_autocast(kind)}" for kind in kinds}
+        return {**trained, **modes, **sizes, **types, **autocast}
 
     @property
     def has_gradients(self) -> bool:
@@ -69,12 +76,28 @@ class ModelSettings:
 
     def _look(self) -> None:
         model = self._model()
-        self._modules = [] if model is None else [weakref.ref(module) for module in model.modules()]
-        self._parameters = [] if model is None else [weakref.ref(parameter) for parameter in model.parameters()]
+        modules = [] if model is None else [*model.modules()]
+        parameters = [] if model is None else [*model.parameters()]
+        self._modules = [weakref.ref(module) for module in modules]
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        # Numbers alone, whose hash is the same in all processes.
+        sizes = ((len(each.shape), *each.shape, each.element_size()) for each in parameters)
+        self._sizes = hash((*chain(*sizes), *(crc32(type(module).__qualname__.encode()) for module in modules)))
+        self._places = _places(modules)
 
-    def _flags(self) -> int:
-        modes = map(_trains, [module() for module in self._modules])
-        return hash((*modes, *map(_requires_grad, [parameter() for parameter in self._parameters])))
+    def _flags(self) -> int | None:
+        """The hash of the settings; None where a module or a parameter was added, taken away, or exchanged."""
+        modules = [module() for module in self._modules]
+        parameters = [parameter() for parameter in self._parameters]
+        if id(None) in map(id, (*modules, *parameters)) or _places(modules) != self._places:
+            return None
+        return hash((*map(_trains, modules), *map(_requires_grad, parameters), self._sizes))
+
+
+def _places(modules: Collection[Any]) -> int:
+    """What is where in these modules: their children and their parameters."""
+    held = map(_values, chain(map(_children, modules), map(_own, modules)))
+    return hash((*map(id, chain.from_iterable(held)),))
 
 
 def _autocast(kind: str) -> torch.dtype | None:

@@ -65,7 +65,8 @@ class Settings:
             self._of_step = now, self._words(device)
         elif now != self._planned[0]:
             words, planned = self._words(device), self._planned[1]
-            first, *more = (name for name in {**planned, **words} if words.get(name) != planned.get(name))
+            names = (name for name in {**planned, **words} if words.get(name) != planned.get(name))
+            first, *more = [*names] or ["a module"]
             raise ScheduleError(
                 "a step has other settings than the one that was counted for the plan\n"
                 f"  received: {first} is {words.get(first, 'absent')}{f', and {len(more)} more' if more else ''}; "
