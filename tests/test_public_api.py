@@ -242,7 +242,7 @@ def test_a_pipe_adds_these_members_to_a_module_and_no_other():
 
 def test_a_schedule_that_recomputes_ahead_adds_these_members_for_its_users_and_the_rest_for_the_runtime():
     added = [name for name in vars(distributed.RecomputeAhead) if not name.startswith("_")]
-    hooks = ["running", "reaches", "computing", "recompute"]  # what the runtime calls
+    hooks = ["running", "reaches", "ends", "computing", "recompute"]  # what the runtime calls
     assert added == ["timeline", "report", *hooks]
 
 
