@@ -106,8 +106,7 @@ class Runtime(TorchRuntime):
         raise NotImplementedError
 
     def ends(self) -> None:
-        """Called after the last action, before torch waits for what it has sent, and lists the losses."""
-        raise NotImplementedError
+        """Called after the last action, before torch waits for what it has sent, and lists the losses. Does nothing."""
 
     def computing(self, action: Action, outputs: list[object]) -> AbstractContextManager[None]:
         """A context around the computation of an action, when its input is there. At the end ``outputs`` has what it
