@@ -18,5 +18,8 @@ class Plain(Runtime):
     def reaches(self, action: str) -> None:
         pass
 
+    def ends(self) -> None:
+        pass
+
     def computing(self, action: Action, outputs: list[object]) -> AbstractContextManager[None]:
         return nullcontext()

@@ -106,7 +106,8 @@ class Runtime(TorchRuntime):
         raise NotImplementedError
 
     def ends(self) -> None:
-        """Called after the last action, before torch waits for what it has sent, and lists the losses. Does nothing."""
+        """Called after the last action, before torch waits for what it has sent, and lists the losses."""
+        raise NotImplementedError
 
     def computing(self, action: Action, outputs: list[object]) -> AbstractContextManager[None]:
         """A context around the computation of an action, when its input is there. At the end ``outputs`` has what it
