@@ -472,7 +472,8 @@ def test_a_shape_that_changes():
     schedule = recompute_ahead(schedule_on(stages, "ScheduleGPipe", 4), budget="1GB")
     for _ in range(5):
         step(schedule, stages, *batch(4))
-    with pytest.raises(ScheduleError, match=r"recompute_ahead\(schedule, budget=\.\.\.\)"):
+    ours, of_torch_2_11 = r"recompute_ahead\(schedule, budget=\.\.\.\)", "new stages and their schedule"
+    with pytest.raises(ScheduleError, match=f"{ours}|{of_torch_2_11}"):
         step(schedule, stages, *batch(4, 3))
 
 
