@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -38,12 +39,12 @@ def run(*threads):
         assert not thread.is_alive()
 
 
-@pytest.mark.parametrize(("first", "second"), [("tracing", "calling"), ("calling", "tracing"), ("tracing", "tracing")])
-def test_one_waits_for_the_other(first, second):
-    lock, story = TraceLock(), Story()
+def assert_waits(first, second):
+    """Whoever wants ``second`` waits until ``first`` has ended."""
+    story = Story()
 
     def one():
-        with getattr(lock, first)():
+        with first():
             story.tell("one in")
             story.wait("two wants")
             story.tell("one out")
@@ -51,11 +52,17 @@ def test_one_waits_for_the_other(first, second):
     def two():
         story.wait("one in")
         story.tell("two wants")
-        with getattr(lock, second)():
+        with second():
             story.tell("two in")
 
     run(one, two)
     assert story.told == ["one in", "two wants", "one out", "two in"]
+
+
+@pytest.mark.parametrize(("first", "second"), [("tracing", "calling"), ("calling", "tracing"), ("tracing", "tracing")])
+def test_one_waits_for_the_other(first, second):
+    lock = TraceLock()
+    assert_waits(getattr(lock, first), getattr(lock, second))
 
 
 def test_calls_are_side_by_side():
@@ -142,22 +149,14 @@ OTHERS = pytest.mark.parametrize("other", [compile_lock, lambda: state_lock], id
 @OTHERS
 def test_who_traces_holds_the_lock_of_others(other):
     """Else a forward that compiles waited for a compilation that waits for the trace."""
-    lock, story = TraceLock(), Story()
+    lock = TraceLock()
 
-    def one():
+    @contextmanager
+    def tracing():
         with lock.tracing(), lock.tracing():
-            story.tell("one in")
-            story.wait("two wants")
-            story.tell("one out")
+            yield
 
-    def two():
-        story.wait("one in")
-        story.tell("two wants")
-        with other():
-            story.tell("two in")
-
-    run(one, two)
-    assert story.told == ["one in", "two wants", "one out", "two in"]
+    assert_waits(tracing, other)
 
 
 @OTHERS
