@@ -1,6 +1,7 @@
 """A transformer that its code parallelizes, on a mesh of real or of fake ranks; ``LAYOUTS`` by name."""
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+
+import torchckpt
 
 __all__ = ["LAYOUTS", "Way", "built"]
 
@@ -40,15 +43,16 @@ class Way(NamedTuple):
 class Attention(nn.Module):
     """With context parallelism a rank has its queries, and gathers all keys and values."""
 
-    def __init__(self, context: dist.ProcessGroup | None) -> None:
+    def __init__(self, context: dist.ProcessGroup | None, keeps: bool) -> None:
         super().__init__()
-        self.context = context
+        self.context, self.keeps = context, keeps
         self.q, self.k, self.v, self.out = (nn.Linear(64, size, bias=False) for size in (64, 32, 32, 64))
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (layer(x).unflatten(-1, (-1, 8)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         if self.context is not None:
-            k, v = (all_gather(y.contiguous(), 2, self.context) for y in (k, v))
+            gather = partial(torchckpt.keep, all_gather) if self.keeps else all_gather
+            k, v = (gather(y.contiguous(), 2, self.context) for y in (k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=self.context is None, enable_gqa=True)
         return self.out(y.transpose(1, 2).flatten(2))
 
@@ -84,7 +88,7 @@ class Block(nn.Module):
     def __init__(self, way: Way, context: dist.ProcessGroup | None, experts: dist.ProcessGroup | None) -> None:
         super().__init__()
         self.norm_1, self.norm_2 = nn.RMSNorm(64), nn.RMSNorm(64)
-        self.attention = Attention(context)
+        self.attention = Attention(context, "keep" in way.how.split())
         self.feed_forward = FeedForward(way.hidden) if experts is None else Experts(way.hidden, experts)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -133,6 +137,7 @@ LAYOUTS = {
         Way("fsdp", {"dp": 2}),
         Way("ep", {"ep": 2}),
         Way("cp", {"cp": 2}),
+        Way("cp keep", {"cp": 2}),
     ],
     4: [
         Way("fsdp", {"dp": 4}, **UNEVEN),

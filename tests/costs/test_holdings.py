@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.costs.models import ROWS, WIDTH
-from torchckpt import checkpoint
+from torchckpt import checkpoint, keep
 from torchckpt.costs import pipeline_costs
 
 VECTOR = 4 * ROWS * WIDTH
@@ -82,3 +82,30 @@ def test_an_input_that_is_not_saved_is_there_beside_a_recompute_alone():
     (block,) = costs.counted[1].blocks
     assert (block.work.saved_bytes, block.work.boundary_bytes, block.unsaved_bytes) == (2 * VECTOR, VECTOR, VECTOR)
     assert costs.stages[1].blocks[0].saved_bytes == 3 * VECTOR
+
+
+def test_what_is_kept_is_there_whatever_becomes_of_a_block():
+    def tanh(x):
+        return x.tanh()
+
+    assert vectors(lambda x, _: checkpoint(lambda inner: keep(tanh, inner).cos(), x)) == [(0, 0), (1, 2), (0, 0)]
+    assert vectors(lambda x, _: checkpoint(lambda inner: keep(sine, inner.exp()).cos(), x)) == [(0, 0), (2, 3), (0, 0)]
+    assert vectors(lambda x, _: checkpoint(sine, checkpoint(lambda inner: keep(tanh, inner), x))) == [
+        (0, 0), (0, 1), (1, 1), (0, 0)
+    ]
+
+
+def test_what_is_kept_is_not_in_a_replay():
+    def call(matrix):
+        def product(x):
+            return x @ matrix
+
+        return lambda inner: (keep(product, inner) @ matrix).sin() @ matrix
+
+    def build():
+        matrix = torch.randn(WIDTH, WIDTH)
+        return [nn.Linear(WIDTH, WIDTH), Calls(lambda x, _: checkpoint(call(matrix), x))], torch.randn(ROWS, WIDTH)
+
+    (block,) = pipeline_costs(build, "h100", kernels="cpu").counted[1].blocks
+    assert block.replay_flops == block.forward_flops / 3  # the last product saves nothing that is its own
+    assert 0 < block.work.recompute_seconds < block.work.forward_seconds / 2

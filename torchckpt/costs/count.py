@@ -79,6 +79,7 @@ class _Forward(Parts):
         self.changing: set[int] = set()  # blocks that change what they are given
         self.boundaries: list[set[StorageWeakRef]] = []  # the inputs of each block
         self._saved: defaultdict[int, set[StorageWeakRef]] = defaultdict(set)  # by part
+        self._kept: defaultdict[int, set[StorageWeakRef]] = defaultdict(set)  # likewise, if it is recomputed, too
         self._static = static
         self._sizes: dict[StorageWeakRef, int] = {}
         self._versions: list[tuple[Tensor, int]] = []
@@ -110,14 +111,27 @@ class _Forward(Parts):
                 self.ledger.use(storage)
         return outputs
 
+    def keep_result(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        was_keeping, self.ledger.is_keeping = self.ledger.is_keeping, True
+        try:
+            outputs = function(*args, **kwargs)
+        finally:
+            self.ledger.is_keeping = was_keeping
+        self._kept[self.ledger.part].update(key for tensor in tensors_in(outputs) for key in self._met(tensor))
+        return outputs
+
     def _stands(self, part: int, outputs: Any) -> bool:
         """Whether a block can stand for others: nobody else holds what it returned, and it left its inputs alone."""
-        held = self._saved[part] | self.boundaries[part] | self._static.keys()
+        held = self._saved[part] | self._kept[part] | self.boundaries[part] | self._static.keys()
         return part not in self.changing and held.isdisjoint(storages_in(outputs))
 
     def pack(self, tensor: Tensor) -> Tensor:
-        self._saved[self.ledger.part].update(self._met(tensor))
-        self.ledger.saved()
+        storages = self._met(tensor)
+        self._saved[self.ledger.part].update(storages)
+        if self.ledger.is_keeping:
+            self._kept[self.ledger.part].update(storages)
+        else:
+            self.ledger.saved()
         return tensor if tensor.is_leaf else tensor.detach()
 
     def bytes_of_parts(self) -> dict[int, tuple[int, int, int]]:
@@ -133,7 +147,8 @@ class _Forward(Parts):
         always, anywhere = before | after, set().union(*saved.values())
         amounts = {BEFORE: (self._bytes(before), 0, 0), AFTER: (self._bytes(after), 0, 0)}
         for block, inputs in enumerate(self.boundaries):
-            inner, boundary = saved[block] - always - times.keys(), inputs - always
+            inner = saved[block] - always - times.keys()
+            boundary = (inputs | self._kept[block] - times.keys()) - always
             unsaved = boundary - anywhere
             kept = inner | boundary - unsaved
             amounts[block] = self._bytes(kept), self._bytes(boundary), self._bytes(unsaved)

@@ -18,8 +18,8 @@ from torchckpt.regions.saved import storage_of
 from torchckpt.tensors import flop_formula, tensors_in
 
 __all__ = [
-    "AFTER", "BEFORE", "BOTH_GRADS", "FORWARD", "INPUT_GRAD", "KERNELS", "REPLAY", "Ledger", "SecondsOf", "cost_of",
-    "kernels_of", "storages_in",
+    "AFTER", "AGAIN", "BEFORE", "BOTH_GRADS", "FORWARD", "INPUT_GRAD", "KERNELS", "REPLAY", "Ledger", "SecondsOf",
+    "cost_of", "kernels_of", "storages_in",
 ]
 
 
@@ -52,6 +52,8 @@ def _bytes(tensor: Tensor) -> int:
 
 
 FORWARD, INPUT_GRAD, BOTH_GRADS, REPLAY = "forward", "input_grad", "both_grads", "replay"
+AGAIN = "again"
+"""What of a forward a replay runs again, if it goes as far."""
 BEFORE, AFTER = -1, -2
 """Part numbers of operations outside of blocks: before the first block, and after it. Blocks count from 0."""
 
@@ -77,6 +79,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
         """The seconds of what runs beside the operators of each phase and part."""
         self.phase: str | None = None
         self.part = BEFORE
+        self.is_keeping = False
+        """Whether what runs in the forward is kept, so that no replay runs it."""
         self.seconds: defaultdict[tuple[str, int], float] = defaultdict(float)
         """The seconds of each phase and part."""
         self.flops: Counter[tuple[str, int]] = Counter()
@@ -90,16 +94,24 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
         outputs = operator(*args, **kwargs)
         if self.phase is not None:
             flops, moved_bytes, dtype = cost_of(operator, args, kwargs, outputs)
-            self.seconds[self.phase, self.part] += self._seconds_of(flops, moved_bytes, dtype)
-            self.flops[self.phase, self.part] += flops
+            seconds = self._seconds_of(flops, moved_bytes, dtype)
+            for phase in self.phases:
+                self.seconds[phase, self.part] += seconds
+                self.flops[phase, self.part] += flops
         if self.phase == FORWARD:
             self._look((args, kwargs), outputs)
         return outputs
 
+    @property
+    def phases(self) -> list[str]:
+        """Those for which what runs now counts."""
+        again = [AGAIN] if self.phase == FORWARD and not self.is_keeping else []
+        return again if self.phase is None else [self.phase, *again]
+
     def saved(self) -> None:
         """Note that the part saved a tensor: a replay goes at least so far."""
-        self.seconds[REPLAY, self.part] = self.seconds[FORWARD, self.part]
-        self.flops[REPLAY, self.part] = self.flops[FORWARD, self.part]
+        self.seconds[REPLAY, self.part] = self.seconds[AGAIN, self.part]
+        self.flops[REPLAY, self.part] = self.flops[AGAIN, self.part]
 
     def use(self, storage: StorageWeakRef) -> None:
         """Note that the part reads a storage."""

@@ -14,7 +14,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchckpt.costs.mesh import Layout
-from torchckpt.costs.operation import BEFORE, BOTH_GRADS, FORWARD, REPLAY, Ledger, SecondsOf, storages_in
+from torchckpt.costs.operation import AGAIN, BEFORE, BOTH_GRADS, FORWARD, REPLAY, Ledger, SecondsOf, storages_in
 from torchckpt.costs.private.mesh import bytes_alive, collective_kind, group_of, is_partial
 from torchckpt.errors import Fault, raise_fault
 from torchckpt.planning.device import Device
@@ -64,7 +64,7 @@ class ParallelLedger(Ledger):  # type: ignore[no-untyped-call]  # untyped in tor
 
     def saved(self) -> None:
         super().saved()
-        self._waited[REPLAY, self.part] = self._waited[FORWARD, self.part].copy()
+        self._waited[REPLAY, self.part] = self._waited[AGAIN, self.part].copy()
 
     def collectives(self, part: int) -> tuple[Collective, ...]:
         return tuple(
@@ -92,8 +92,9 @@ class ParallelLedger(Ledger):  # type: ignore[no-untyped-call]  # untyped in tor
         collective = Collective(kind, size, len(ranks), self._layout.dimension_of(ranks), "")
         seconds, storages = self._seconds(collective, ranks), set(storages_in(sides))
         if self._buffers.isdisjoint(storages):
-            self._waited[self.phase, self.part][collective] += 1
-            self.seconds[self.phase, self.part] += seconds
+            for phase in self.phases:
+                self._waited[phase, self.part][collective] += 1
+                self.seconds[phase, self.part] += seconds
         elif kind == "all_gather":
             self._gathers.update(dict.fromkeys(storages, (collective, seconds)))
         else:

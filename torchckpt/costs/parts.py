@@ -57,6 +57,10 @@ class Parts:
         """Call a block that was entered."""
         return function(*args, **kwargs)
 
+    def keep_result(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call what ``torchckpt.keep`` is called with."""
+        return function(*args, **kwargs)
+
     def follow(self, nodes: Iterable[Node]) -> None:
         """Have each node of the backward tell, before it runs, which part made it."""
         for node in nodes:
@@ -124,6 +128,9 @@ class _Regions(Scope):
         self._depth -= 1
         self._parts.leave()
         return outputs
+
+    def keep_result(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._parts.keep_result(function, args, kwargs)
 
 
 def repeated_children(stages: Sequence[nn.Module]) -> list[nn.Module]:

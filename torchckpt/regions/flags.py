@@ -45,6 +45,9 @@ class EntersRegions(Protocol):
     def run(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Any) -> tuple[Any, Any]:
         """Run a region. Return its outputs, and its frame or None."""
 
+    def keep_result(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function whose result a region would keep, outside of regions that drop anything."""
+
 
 class _Thread:
     def __init__(self) -> None:

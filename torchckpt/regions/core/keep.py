@@ -92,7 +92,8 @@ def keep(function: Function, /, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
     level = level_of(hooks_entered())
     if level.replayed is None and not level.recording:
-        return function(*args, **kwargs)
+        scope = local.thread.scope
+        return function(*args, **kwargs) if scope is None else scope.keep_result(function, args, kwargs)
     with without_selective_modes():
         return _kept(function, args, kwargs, level)
 

@@ -73,6 +73,10 @@ class Scope:
             note(number, outputs)
         return outputs, collected
 
+    def keep_result(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run what ``torchckpt.keep`` is called with, in a plain call."""
+        return function(*args, **kwargs)
+
     def _kept(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._is_inside_kept = True
         try:
