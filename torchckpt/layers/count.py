@@ -24,7 +24,7 @@ from torchckpt.regions.devices import Clock
 from torchckpt.regions.live import LiveStorages
 from torchckpt.regions.moved.region import LEAST_BYTES
 from torchckpt.regions.moved.slot import stays
-from torchckpt.regions.private import after_backward, newest_node, number_of, put_under_modes
+from torchckpt.regions.private import after_backward, alive, newest_node, number_of, put_under_modes, use_count
 from torchckpt.regions.saved import storage_of
 from torchckpt.tensors import tensors_in
 
@@ -61,6 +61,13 @@ class Inner(NamedTuple):
     """The bytes of it that can go to a host."""
     cached: Mapping[Any, int]
     """The storages of it that others hold until all forwards are done, and their bytes."""
+    unsaved: int
+    """The bytes of its boundary that it does not save, as half-precision inputs of which it saves copies in float32."""
+
+    @property
+    def more(self) -> int:
+        """The bytes that keeping it takes more than recomputing it. What goes and what is cached is never less."""
+        return max(self.size - self.unsaved, self.going, sum(self.cached.values()))
 
 
 class Counter:
@@ -93,6 +100,10 @@ class Counter:
         """By call, the bytes of outputs that a replay makes as well, but for the size of the largest output."""
         self._boundary: dict[int, int] = {}
         self._claimed: set[Any] = set()
+        self._inputs: list[tuple[weakref.ref[Tensor], dict[Any, int]]] = []
+        """Those that the last call was the first to be called with, and their storages with their bytes."""
+        self._unsaved: dict[int, dict[Any, int]] = {}
+        """By call, the storages of inputs that its boundary alone held when the next call began."""
         self._is_in_backward = self._is_broken = False
         self.groups: set[dist.ProcessGroup] = set()
         """Those in which forwards have communicated."""
@@ -124,9 +135,13 @@ class Counter:
     def forward(self, call: int, arguments: Any) -> Iterator[None]:
         """A context around the forward of a call."""
         self._watch.live = self._live
-        sizes = {key: size for tensor in tensors_in(arguments) for key, size in storage_of(tensor).items()}
-        self._boundary[call] = sum(size for key, size in sizes.items() if key not in self._claimed)
-        self._claimed.update(sizes)
+        dead = [item for tensor, sizes in self._inputs if alive(tensor) is None for item in sizes.items()]
+        self._unsaved[call - 1] = {key: size for key, size in dead if use_count(key.cdata) == 1}
+        sizes = {tensor: storage_of(tensor) for tensor in tensors_in(arguments)}
+        new = {key: size for each in sizes.values() for key, size in each.items() if key not in self._claimed}
+        self._inputs = [(weakref.ref(tensor), each) for tensor, each in sizes.items() if each.keys() <= new.keys()]
+        self._boundary[call] = sum(new.values())
+        self._claimed.update(new)
         if self._is_blind:
             self._live.note(arguments)
         self._note(Kind.FORWARD, call)
@@ -198,12 +213,13 @@ class Counter:
 
         Where operators are not watched, what is behind the last call has let go of its outputs by then, so they count.
         """
-        self._watch.before = None
+        self._watch.before, saved = None, set().union(*self._noted.values())
         for call in [call for call in self._noted if call not in self._inner]:
             dead = {storage: size for storage, size in self._noted[call].items() if storage.expired()}
             going = (size for storage, size in dead.items() if storage in self._going)
             cached = {storage: size for storage, size in dead.items() if storage in self._lasting}
-            self._inner[call] = Inner(sum(dead.values()), sum(going), cached)
+            unsaved = sum(size for key, size in self._unsaved.get(call, {}).items() if key not in saved)
+            self._inner[call] = Inner(sum(dead.values()), sum(going), cached, unsaved)
 
     def _freed(self) -> None:
         """Before an operator that is in no call: note where others have let go of what calls have saved."""
@@ -230,7 +246,7 @@ def _begun_collectives() -> dict[dist.ProcessGroup, int]:
 
 
 _SECONDS = Call._fields[1:FIRST_BYTES]
-_NONE = Inner(0, 0, {})
+_NONE = Inner(0, 0, {}, 0)
 _NOTHING = Moment(Kind.END, -1, 0, 0, 0.0)
 """In place of a call that was never replayed."""
 
@@ -269,7 +285,7 @@ def _took(
             layer,
             *alike[-1],
             boundary.get(number, 0),
-            holds.size,
+            holds.more,
             end.highest_bytes,
             max(end.highest_bytes, end.left_bytes + rises),
             end.left_bytes,
@@ -279,6 +295,11 @@ def _took(
             holds.going,
         ))
         shared.append(alike)
+    for number, holds in inner.items():  # until the next call begins, others may hold its inputs
+        place, taken = places[Kind.AFTER, number], holds.size - holds.more
+        if ends[place].highest_bytes > moments[place].left_bytes:
+            ends[place] = ends[place]._replace(highest_bytes=ends[place].highest_bytes + taken)
+    moments = [moments[0], *ends[:-1]]
     replays = [places.get((Kind.REPLAY, number), -1) for number in range(len(key))]
     timed = (  # others were disturbed, as by kernels that are loaded when they are first used
         call._replace(**dict(zip(_SECONDS, map(min, zip(*alike))))) for call, alike in zip(calls, shared)

@@ -176,10 +176,10 @@ def storage_key(tensor: Tensor) -> int | None:
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
 
 
-def use_count(tensor: Tensor) -> int:
-    """How many tensors hold the storage of ``tensor``. No public form: torch counts so for its graphs of CUDA
+def use_count(address: int) -> int:
+    """How many tensors hold the storage at an address. No public form: torch counts so for its graphs of CUDA
     (torch/_inductor/cudagraph_trees.py), and counts its own look, too."""
-    return int(_storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
+    return int(_storage_Use_Count(address)) - 1
 
 
 def negated(tensor: Tensor) -> Tensor:
