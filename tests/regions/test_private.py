@@ -196,6 +196,19 @@ def functorch_is_active():
     assert not private.functorch_is_active()
 
 
+def outside_transforms():
+    seen = []
+
+    def inner(x):
+        with private.outside_transforms():
+            seen.append(private.functorch_is_active())
+        seen.append(private.functorch_is_active())
+        return x
+
+    torch.vmap(torch.vmap(inner))(torch.zeros(2, 2))
+    assert seen == [False, True]
+
+
 def level_of_forward_ad():
     assert private.forward_ad is forward_ad
     levels = [private.forward_ad._current_level]
@@ -557,6 +570,7 @@ COUNTERPARTS = {
     "norm_layer": norm_layer,
     "number_of": newest_node,
     "only_hooks": hooks_entered_and_only_hooks,
+    "outside_transforms": outside_transforms,
     "packed_by": packed_by,
     "pop_hooks": push_hooks_and_pop_hooks,
     "profiler_is_on": profiler_is_on,

@@ -1,6 +1,8 @@
 """The helpers of torchckpt.testing count what there is, and find what differs."""
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -349,3 +351,77 @@ def test_modules_may_be_any_iterable():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     for modules in (model, model.modules(), iter([model]), {model}):
         assert_transparent(lambda x: model(x), leaf(4, 2), modules=modules)
+
+
+def drawn(x, generator):
+    return (x * torch.bernoulli(torch.full(x.shape, 0.5), generator=generator)).sin()
+
+
+class Drawing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x):
+        return drawn(x, self.generator)
+
+
+@pytest.mark.parametrize("form", ["argument", "keyword", "partial", "module", "inner module", "method"])
+def test_generators_of_the_call_start_where_they_were(form):
+    own, x, module = torch.Generator().manual_seed(0), leaf(4, 8), Drawing()
+    own = own if form in ("argument", "keyword", "partial") else module.generator
+    calls = {
+        "argument": lambda: assert_transparent(drawn, x, own),
+        "keyword": lambda: assert_transparent(drawn, x, generator=own),
+        "partial": lambda: assert_transparent(partial(drawn, generator=own), x),
+        "module": lambda: assert_transparent(module, x),
+        "inner module": lambda: assert_transparent(nn.Sequential(module), x),
+        "method": lambda: assert_transparent(module.forward, x),
+    }
+    calls[form]()
+    after_one = torch.Generator().manual_seed(0)
+    drawn(x, after_one)
+    assert torch.equal(own.get_state(), after_one.get_state())
+
+
+def test_jagged_outputs_are_compared():
+    rows = [0]
+
+    def ragged(x, broken=0):
+        rows[0] += broken
+        return torch.nested.as_nested_tensor([x[:1] * x[:1], x[1:3] * (2 + rows[0])], layout=torch.jagged)
+
+    assert_transparent(ragged, leaf(3, 4))
+    with pytest.raises(AssertionError, match="different: output 0"):
+        assert_transparent(ragged, leaf(3, 4), broken=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64], ids=str)
+def test_zeros_of_two_signs_are_different(dtype):
+    signs = iter([1.0, -1.0, 1.0, 1.0])
+
+    def zeros(x):
+        return (x.detach() * 0.0).abs().mul(next(signs)).to(dtype)
+
+    with pytest.raises(AssertionError, match="different: output 0"):
+        assert_transparent(zeros, leaf(3))
+    assert_transparent(zeros, leaf(3))
+
+
+def test_nothing_to_compare_is_an_error():
+    with pytest.raises(ArgumentError) as caught:
+        assert_transparent(lambda x: 3, leaf(2))
+    assert str(caught.value) == (
+        "assert_transparent(): the function returns no tensor, so nothing is compared\n"
+        "  received: int\n"
+        "  works:    assert_transparent(block, x), whose block returns tensors"
+    )
+
+
+def test_parameters_do_not_count_in_a_backward_that_makes_a_graph():
+    layers = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh(), nn.Linear(64, 64, bias=False))
+    x = leaf(1, 64)
+    with saved_bytes() as saved:
+        (gradient,) = torch.autograd.grad(layers(x).sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+    assert saved.total < 64 * 64 * 4

@@ -26,54 +26,14 @@ from torchckpt.features import warn_of_newer_torch
 from torchckpt.modules import is_compiled_function
 
 __all__ = [
-    "DeviceContext",
-    "DispatchMode",
-    "after_backward",
-    "alive",
-    "apply_of",
-    "autocast_is_on",
-    "batch_norm_layer",
-    "bytes_now",
-    "caching_mode",
-    "compiler_of",
-    "compiler_stance",
-    "dispatch_modes_are_active",
-    "forward_ad",
-    "frame_of_torch",
-    "function_modes",
-    "functorch_is_active",
-    "heeds_hooks",
-    "hooks_entered",
-    "hooks_in_force",
-    "is_exporting",
-    "is_fake",
-    "is_of_newest_node",
-    "keep_from_dynamo",
-    "kept_by_policies",
-    "look_through",
-    "modes_are_active",
-    "mutation_is_allowed",
-    "negated",
-    "newest_node",
-    "norm_layer",
-    "number_of",
-    "only_hooks",
-    "packed_by",
-    "pop_hooks",
-    "profiler_is_on",
-    "push_hooks",
-    "put_under_modes",
-    "running_node",
-    "set_grad_enabled",
-    "set_version",
-    "settings_of_torch",
-    "storage_key",
-    "take_from_modes",
-    "torch_functions_are_seen",
-    "use_count",
-    "use_stance",
-    "with_torch_functions",
-    "without_selective_modes",
+    "DeviceContext", "DispatchMode", "after_backward", "alive", "apply_of", "autocast_is_on", "batch_norm_layer",
+    "bytes_now", "caching_mode", "compiler_of", "compiler_stance", "dispatch_modes_are_active", "forward_ad",
+    "frame_of_torch", "function_modes", "functorch_is_active", "heeds_hooks", "hooks_entered", "hooks_in_force",
+    "is_exporting", "is_fake", "is_of_newest_node", "keep_from_dynamo", "kept_by_policies", "look_through",
+    "modes_are_active", "mutation_is_allowed", "negated", "newest_node", "norm_layer", "number_of", "only_hooks",
+    "outside_transforms", "packed_by", "pop_hooks", "profiler_is_on", "push_hooks", "put_under_modes", "running_node",
+    "set_grad_enabled", "set_version", "settings_of_torch", "storage_key", "take_from_modes",
+    "torch_functions_are_seen", "use_count", "use_stance", "with_torch_functions", "without_selective_modes",
 ]
 
 try:
@@ -287,6 +247,13 @@ def _exchange_modes(old: list[Any], new: list[Any]) -> None:
         _pop_torch_dispatch_stack(None)
     for mode in new:
         _push_on_torch_dispatch_stack(mode)
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Inside the block, no functorch transform is entered. No public form (torch/_functorch/pyfunctorch.py)."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # late: who transforms has imported it
+
+    return temporarily_clear_interpreter_stack()
 
 
 def with_torch_functions(seen: bool) -> AbstractContextManager[None]:

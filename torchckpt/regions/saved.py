@@ -20,6 +20,8 @@ class SavedBytes:
 
     def __init__(self) -> None:
         self._storages: dict[StorageWeakRef, int] = {}  # not by address: a freed address may be used again
+        self._weights: set[StorageWeakRef] = set()
+        """Those of parameters. A backward that makes a graph saves tensors that do not tell whose views they are."""
 
     def __repr__(self) -> str:
         return f"<SavedBytes: {self.total}>"
@@ -30,8 +32,10 @@ class SavedBytes:
 
     def _pack(self, tensor: Tensor) -> Tensor:
         whole = tensor if tensor._base is None else tensor._base
-        if not isinstance(whole, nn.Parameter):
-            self._storages.update(storage_of(tensor))
+        storages = storage_of(tensor)
+        if isinstance(whole, nn.Parameter):
+            self._weights |= storages.keys()
+        self._storages.update({key: size for key, size in storages.items() if key not in self._weights})
         return tensor if tensor.is_leaf else tensor.detach()
 
 

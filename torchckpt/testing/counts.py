@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils._pytree import tree_leaves
 
 from torchckpt.errors import Fault, called, check, kind, raise_fault
 from torchckpt.modules import module_of, name_of
@@ -21,7 +22,8 @@ from torchckpt.regions.devices import accelerators_among
 from torchckpt.regions.live import LiveStorages
 from torchckpt.regions.private import newest_node, number_of
 from torchckpt.regions.state.ambient import generators_of, random_state, restore_states
-from torchckpt.tensors import nodes_behind, tensors_in
+from torchckpt.regions.state.boundary import generators_among
+from torchckpt.tensors import inner_tensors, nodes_behind, tensors_in
 from torchckpt.typing import Function
 
 if TYPE_CHECKING:
@@ -143,18 +145,20 @@ def assert_transparent(function: Function, *args: Any, modules: Sequence[nn.Modu
     as after one call.
 
     Args:
-        function: any callable; its outputs are a pytree with at least one tensor.
+        function: any callable; its outputs are a pytree with at least one tensor. It changes no argument in place, or
+            its second call has another one.
         modules: further modules whose buffers to compare, besides ``function`` itself or the module of the method.
 
     Raises:
-        ArgumentError: ``function`` is not callable, or ``modules`` holds something that is no module.
+        ArgumentError: ``function`` is not callable or returns no tensor, or ``modules`` holds something that is no
+            module.
         AssertionError: the message lists everything that differs.
     """
     listed = [*modules] if isinstance(modules, Iterable) else None
     check(_call_faults(function, modules, listed))
     watched = _buffers_of(owner for owner in (module_of(function), *(listed or ())) if owner is not None)
     before = [(holder, name, buffer, buffer.clone()) for _, holder, name, buffer in watched]
-    generators = generators_of(accelerators_among(args, kwargs), ())
+    generators = generators_of(accelerators_among(args, kwargs), _generators_of(function, listed or (), (args, kwargs)))
     states = random_state(generators)
     inputs = [get_gradient_edge(tensor) for tensor in tensors_in((args, kwargs)) if tensor.grad_fn is not None]
     beyond = {*nodes_behind(parent for edge in inputs for parent, _ in edge.node.next_functions)}
@@ -162,7 +166,11 @@ def assert_transparent(function: Function, *args: Any, modules: Sequence[nn.Modu
 
     def observe(call: Function) -> dict[str, Tensor | None]:
         torch.clear_autocast_cache()  # a filled cache would make even two plain calls differ
-        outputs = tensors_in(call(*args, **kwargs))
+        returned = call(*args, **kwargs)
+        outputs = tensors_in(returned)
+        if not outputs:
+            works = "assert_transparent(block, x), whose block returns tensors"
+            raise_fault(Fault("the function returns no tensor, so nothing is compared", kind(returned), works))
         seen: dict[str, Tensor | None] = {f"output {i}": y.detach().clone() for i, y in enumerate(outputs)}
         graded = [output for output in outputs if output.requires_grad]
         nodes = [*nodes_behind(graded, lambda node: all(node is not edge.node for edge in inputs))]
@@ -215,6 +223,13 @@ def _buffers_of(modules: Iterable[nn.Module]) -> list[tuple[str, nn.Module, str,
     return list(buffers.values())
 
 
+def _generators_of(function: object, modules: Iterable[nn.Module], arguments: object) -> list[torch.Generator]:
+    """The generators among the arguments, those of a partial function too, and among the attributes of all modules."""
+    given = tree_leaves((arguments, getattr(function, "args", ()), getattr(function, "keywords", {})))
+    owners = [value for value in (module_of(function), *modules, *given) if isinstance(value, nn.Module)]
+    return generators_among([*given, *(inner for owner in owners for inner in owner.modules())])
+
+
 def _ones_like(output: Tensor) -> Tensor:
     """Dense where ``output`` is of coordinates, which torch has no ones for."""
     return torch.ones_like(output, layout=torch.strided if output.layout is torch.sparse_coo else output.layout)
@@ -224,11 +239,22 @@ def _equal(plain: Tensor | None, region: Tensor | None) -> bool:
     """Whether the two are equal to the bit; NaN equals NaN."""
     if plain is None or region is None:
         return plain is region
-    if (plain.shape, plain.dtype, plain.layout) != (region.shape, region.dtype, region.layout):
+    if (plain.dtype, plain.layout) != (region.dtype, region.layout):
         return False
-    if plain.layout not in (torch.strided, torch.jagged):  # sparse ones cannot be compared
+    if plain.layout == torch.jagged:  # each has a symbol of its own in its shape
+        parts = zip(inner_tensors(plain), inner_tensors(region))
+        return all(_equal(*pair) for pair in parts)
+    if plain.shape != region.shape:
+        return False
+    if plain.layout != torch.strided:  # sparse ones cannot be compared
         plain, region = plain.to_dense(), region.to_dense()
-    return bool(((plain == region) | ((plain != plain) & (region != region))).all())
+    if plain.is_complex():
+        plain, region = torch.view_as_real(plain.resolve_conj()), torch.view_as_real(region.resolve_conj())
+    if plain.is_floating_point():
+        plain, region = (x.float() if x.element_size() == 1 else x for x in (plain, region))  # for the next line
+        zeros = (plain.signbit() == region.signbit()) | (plain != 0)
+        return bool((((plain == region) & zeros) | (plain.isnan() & region.isnan())).all())
+    return torch.equal(plain, region)
 
 
 def _leaves_of(outputs: Sequence[Tensor], nodes: Sequence[Node]) -> list[Tensor]:

@@ -89,3 +89,31 @@ def test_region_after_a_refused_one():
         torch.vmap(lambda _: region.checkpoint())(x)
     checkpoint(torch.exp, x).sum().backward()
     assert torch.equal(x.grad, x.detach().exp())
+
+
+def dropped(x):
+    return x.sin() + torch.nn.functional.dropout(x.exp(), 0.5).tanh()
+
+
+def in_a_region(function, x):
+    return checkpoint(lambda y: checkpoint(function, y).sin(), x)
+
+
+def in_no_region(function, x):
+    return function(x).sin()
+
+
+@pytest.mark.parametrize("randomness", ["error", "same", "different"])
+@pytest.mark.parametrize(
+    ("call", "plain"), [(checkpoint, lambda f, x: f(x)), (by_hand, lambda f, x: f(x)), (in_a_region, in_no_region)]
+)
+def test_a_replay_is_outside_of_the_transform_that_its_backward_is_in(call, plain, device, randomness):
+    """So it draws the numbers of the forward once, however many gradients arrive at once."""
+    x = leaf(3, 4, device=device)
+    found = []
+    for run in (plain, call):
+        torch.manual_seed(0)
+        y = run(dropped, x)
+        basis = torch.eye(12, device=device).view(12, 3, 4)
+        found.append(torch.vmap(lambda v, y=y: torch.autograd.grad(y, x, v)[0], randomness=randomness)(basis))
+    assert torch.equal(*found)

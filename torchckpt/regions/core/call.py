@@ -38,7 +38,7 @@ from torchckpt.regions.state.module_state import ModuleState, changed_in_place, 
 from torchckpt.regions.state.reached import norm_layers_of, reaches_nothing, runs_compiled_code, settle
 from torchckpt.typing import ContextFunction, Function
 
-__all__ = ["Call", "Stop", "comes_of_stop", "goes_on"]
+__all__ = ["Call", "Stop", "comes_of_stop", "goes_on", "inside"]
 
 Pack: TypeAlias = Callable[[Tensor], Any]
 Unpack: TypeAlias = Callable[[Any], Tensor]
@@ -86,7 +86,7 @@ class Call:
         It appends the settings and the random numbers that the function starts with to ``ambient``. ``values`` says
         whether the values of what is saved will be compared.
         """
-        function = self.function if self._contexts is None else _inside(self._contexts[0], self.function)
+        function = self.function if self._contexts is None else inside(self._contexts[0], self.function)
         modules = () if self._boundary.spec is None else self._boundary.modules()
         has_none = type(self.function) is FunctionType and not self.function.__dict__  # true of most functions
         module_state, is_locked = (None, False) if has_none and not modules else record_state(self.function, modules)
@@ -170,17 +170,17 @@ class Call:
         if self._entry is not None:
             state = () if self.module_state is None else self.module_state.tensors()
             self._entry.wait_before_using([*tensors, *state])
-        function = self.function if self._contexts is None else _inside(self._take_context(), self.function)
+        function = self.function if self._contexts is None else inside(self._take_context(), self.function)
         substitutes = None if self.module_state is None else self.module_state.substitutes(self.function)
         if substitutes is not None:
-            function = _inside(substituted(substitutes, self.function), function)
+            function = inside(substituted(substitutes, self.function), function)
         for layer in norms.moved(self._noted.read) if self._noted.read else ():
             if self.module_state is None or not self.module_state.has_statistics_of(layer):
                 path = f"{type(layer).__name__}.running_mean"
                 raise changed_in_place(self.function, layer.get_buffer("running_mean"), path)
         then, random = ambient
         if then != settings():
-            function = _inside(use_settings(then), function)
+            function = inside(use_settings(then), function)
         run = partial(function, *args, **kwargs)
         if self.devices and random and random[0][0] is torch.default_generator:
             with exclusive(self.function):  # or the replay of another device's thread could set the generator meanwhile
@@ -219,7 +219,9 @@ class Call:
 _NOTHING: Mapping[Any, Any] = {}
 
 
-def _inside(context: AbstractContextManager[Any], function: Function) -> Function:
+def inside(context: AbstractContextManager[Any], function: Function) -> Function:
+    """``function``, called inside of ``context``."""
+
     def run(*args: Any, **kwargs: Any) -> Any:
         with context:
             return function(*args, **kwargs)

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from torchckpt.modules import name_of
-from torchckpt.regions.core.call import Call, Stop, comes_of_stop, goes_on
+from torchckpt.regions.core.call import Call, Stop, comes_of_stop, goes_on, inside
 from torchckpt.regions.core.difference import Difference, compiled_anew, differs
 from torchckpt.regions.core.kept import KeptCalls
 from torchckpt.regions.core.options import Options
@@ -27,11 +27,13 @@ from torchckpt.regions.flags import local
 from torchckpt.regions.places import holders_behind, place_of
 from torchckpt.regions.private import (
     dispatch_modes_are_active,
+    functorch_is_active,
     hooks_entered,
     keep_from_dynamo,
     look_through,
     mutation_is_allowed,
     newest_node,
+    outside_transforms,
     settings_of_torch,
 )
 from torchckpt.regions.state.ambient import Ambient, Generator, RandomState
@@ -236,7 +238,8 @@ class Frame:
             self.kept.begin(fresh)
         outputs = None
         try:
-            outputs = call.replay(self.ambient[0], pack, self._unpack_in_replay)
+            replay = inside(outside_transforms(), call.replay) if functorch_is_active() else call.replay
+            outputs = replay(self.ambient[0], pack, self._unpack_in_replay)
         except Exception as error:
             if not different and (len(fresh) < total or not stops or not comes_of_stop(error)):
                 if self.kept is not None:
