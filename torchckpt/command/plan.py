@@ -307,7 +307,8 @@ def _amount_of(text: str, options: argparse.Namespace, name: str = "budget") -> 
         try:
             return with_unit(text)
         except Unusable as error:
-            raise Unusable(f"{what} is no size; received: --{name} {error}; works: --{name} {text}GB") from None
+            works = f"{text}GB" if float(text) else "25GB" if name == "host-link" else "200GB"
+            raise Unusable(f"{what} is no size; received: --{name} {error}; works: --{name} {works}") from None
     try:
         return float(text)
     except ValueError:

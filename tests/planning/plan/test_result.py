@@ -140,6 +140,14 @@ def with_no_budget(stored):
         (lambda stored: stored.update(balance=[]), r"balance \[\] for \[8, 8, 8, 7\] blocks"),
         (lambda stored: stored.update(balance=[8, 8, 8, 8]), r"balance \[8, 8, 8, 8\] for "),
         (lambda stored: stored.update(balance=[8, 8, 8, 7, 0]), r"balance \[8, 8, 8, 7, 0\] for "),
+        (lambda stored: stored.update(budget_bytes=stored["budget_bytes"][:1]), "1 budgets of 4 ranks"),
+        (lambda stored: stored.update(budget_bytes=[]), "0 budgets of 4 ranks"),
+        (lambda stored: stored.update(alone=[float("nan"), 3.0]), r"\[nan, 3.0\] seconds of recomputing and"),
+        (lambda stored: stored.update(alone=[2.0, -1.5]), r"\[2.0, -1.5\] seconds of recomputing and offloading"),
+        (lambda stored: stored["choices"].append(stored["choices"][0]), "choices of 40 visits, of 4 stages x 8 micro"),
+        (lambda stored: stored["choices"][1].append([[0], [], []]), "choices of 33 visits, of 4 stages x 8 micro"),
+        (lambda stored: stored["stages"][0]["blocks"][0].update(saved_bytes=1e308), ""),
+        (lambda stored: stored["stages"][0]["blocks"][0].update(forward_seconds=1e308), ""),
     ],
 )
 def test_what_does_not_add_up_is_refused(plan, edit, received):

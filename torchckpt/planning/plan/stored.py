@@ -83,13 +83,15 @@ def read(text: str) -> PlanFigures:
         step = None if whole is None else WholeStep(*(_amounts(amounts, ranks) for amounts in whole))
         moves = tuple(Move(*move[:3], *(Boundary(*at) for at in move[3:])) for move in stored.get("moves", ()))
         alone = [math.inf if seconds is None else float(seconds) for seconds in stored.get("alone", ())]
+        if not all(seconds >= 0 for seconds in alone):
+            _refuse(f"{alone} seconds of recomputing and offloading alone")
         other = None if problem.stages == asked.stages else asked
         plan = PlanFigures(problem, planned, choices, other, step, moves, Alone(*alone) if alone else None)
         _check(plan)
         return plan
     except ArgumentError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         _refuse(f"{type(error).__name__}: {error}")
 
 
@@ -105,6 +107,8 @@ def _choices_of(plan: PlanFigures, stage: int) -> list[tuple[tuple[int, ...], ..
 def _schedule(text: str, name: str, ranks: int) -> Schedule:
     """The schedule of a CSV. Last ranks without actions are not in the CSV, and are added."""
     schedule = from_csv(text, name)
+    if len(schedule.ranks) > ranks:
+        _refuse(f"{ranks} budgets of {len(schedule.ranks)} ranks")
     return replace(schedule, ranks=(*schedule.ranks, *[()] * (ranks - len(schedule.ranks))))
 
 
@@ -151,6 +155,9 @@ def _check(plan: PlanFigures) -> None:
             _refuse(f"rank {rank} has another order of forwards and backwards than the schedule that was given")
     replayed = recomputed_early(planned)
     away: set[tuple[int, ...]] = set()
+    stages, micro_batches = len(problem.stages), planned.micro_batches
+    if len(choices) != stages * micro_batches:
+        _refuse(f"choices of {len(choices)} visits, of {stages} stages x {micro_batches} micro-batches")
     for stage, own_stage in enumerate(problem.stages):
         for i in range(planned.micro_batches):
             choice = choices[stage, i]
@@ -165,6 +172,8 @@ def _check(plan: PlanFigures) -> None:
                 )
     check_schedule(planned)
     _check_moves(plan, away)
+    if not math.isfinite(plan.step_seconds):
+        _refuse("seconds or bytes without a finite sum")
     for rank in plan.over_budget:
         peak, budget = plan.peak_bytes[rank], problem.budget_bytes[rank]
         _refuse(f"rank {rank} holds {peak:.12g} bytes, its budget is {budget:.12g}")
