@@ -19,7 +19,7 @@ import torchckpt
 from tests.helpers import Probe
 from tests.layers.models import Attention, Model, Wide, gradients, plain_gradients, random_model
 from torchckpt.regions.live import LiveStorages
-from torchckpt.testing import count_recomputes
+from torchckpt.testing import count_recomputes, peak_bytes
 
 
 def assert_equal(found, expected):
@@ -534,6 +534,52 @@ def test_a_third_size_is_counted_where_bytes_are_not_linear():
     with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB"):
         assert [recomputes(model, torch.randn(2, length, 16)) for length in (64, 64, 128, 128)] == [4, 0, 4, 0]
         assert recomputes(model, torch.randn(2, 256, 16)) == 4
+
+
+@pytest.mark.parametrize("lengths", [(1, 64, 128), (4, 128, 256), (16, 32, 64)])
+def test_a_parabola_is_no_line_however_near_the_origin_one_size_is(lengths):
+    model = Model([Attention(48) for _ in range(4)], size=48)
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB"):
+        for length in lengths[:2]:
+            for _ in range(2):
+                recomputes(model, torch.randn(2, length, 48))
+        assert recomputes(model, torch.randn(2, lengths[2], 48)) == 4
+
+
+def test_a_foretold_step_is_counted_at_once(model):
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="70%") as handle:
+        for length in (16, 16, 32, 32, 24, 24):
+            recomputes(model, torch.randn(8, length, 16))
+        assert handle.plan.measured_peak_bytes <= handle.plan.peak_bytes
+
+
+def test_another_keyword_is_another_step():
+    class Either(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.wide = nn.Linear(16, 16), nn.Linear(16, 256)
+
+        def forward(self, x, bias=None, memory=None):
+            y = self.inner(x).tanh()
+            return x + y + (bias if memory is None else self.wide(memory).sigmoid().tanh().sum(-1, keepdim=True))
+
+    class Given(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Either() for _ in range(6))
+
+        def forward(self, x, **given):
+            for layer in self.layers:
+                x = layer(x, **given)
+            return x
+
+    model, x = Given(), torch.randn(64, 16)
+    torchckpt.checkpoint_layers(model, "layers.*", budget=300_000)
+    for name in ("bias", "memory") * 3:
+        model.zero_grad()
+        given = {name: torch.ones(64, 16)}
+        taken = peak_bytes(lambda given=given: model(x, **given).sum().backward(), "cpu")
+    assert taken <= 300_000
 
 
 def test_a_size_far_off_is_counted(model):

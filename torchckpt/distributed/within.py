@@ -222,7 +222,7 @@ class RecomputeWithin(RecomputeAhead):
         module, self._input_shapes = self._stage_by_index[stage].submod, ()
 
         def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._input_shapes = shapes_of(args, kwargs)
+            self._input_shapes = shapes_of(*args, **kwargs)
 
         hook = None if is_compiled(module) else module.register_forward_pre_hook(note, with_kwargs=True)
         with hook or nullcontext():  # a handle's context removes it

@@ -104,7 +104,7 @@ class Steps:
                 self._close()
             return
         device = _device_of(model, args, kwargs)
-        shapes = (*self._settings_on(device), *shapes_of(*args, *kwargs.values()))
+        shapes = (*self._settings_on(device), *shapes_of(*args, **kwargs))
         if step is None or not step.calls or not step.is_alive:
             self._unseen = 0 if step is None or step.calls else self._unseen + 1
             if self._unseen == _UNSEEN:
@@ -116,7 +116,7 @@ class Steps:
         """Run a call of a layer: as a region, or kept."""
         if not self._is_on or not torch.is_grad_enabled() or not _is_alone() or running_node() is not None:
             return run(function, args, kwargs, options)  # a region of torch calls it in a backward, which is no step
-        step, own = self.step, (layer, f"training={module.training}", shapes_of(*args, *kwargs.values()))
+        step, own = self.step, (layer, f"training={module.training}", shapes_of(*args, **kwargs))
         if step is None or step.has_ended:
             device = _device_of(module, args, kwargs)
             settings = self._settings_on(device)
@@ -163,7 +163,8 @@ class Steps:
         agreed = self._known.plan(known, self._agreed(device))  # [2]
         if known and not any(step is self._followed for step in known):
             self._followed = known[-1]  # until it is clear which one it is
-        is_counted = is_learned or (len(known) == 1 and known[0].steps + 1 == SHOWN)
+        shown = 1 if known and known[0].is_foretold else SHOWN
+        is_counted = is_learned or (len(known) == 1 and known[0].steps + 1 == shown)
         counter = self._counter(device) if is_counted else None
         has_gradients = is_learned and self._settings.has_gradients
         self.step = Step(first, device, known, counter, is_learned, has_gradients, agreed)

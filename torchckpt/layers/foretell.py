@@ -1,7 +1,7 @@
 """Foretell: what a step of a size takes that was not counted yet, from two counted ones that differ in one size."""
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from fractions import Fraction
 from itertools import zip_longest
 from typing import Any
@@ -10,8 +10,9 @@ from torchckpt.layers.took import FIRST_BYTES, Call, Key, Took
 
 __all__ = ["of_another_size"]
 
-_TOLERANCE = 0.01
-"""The share of an amount by which it may miss a straight line through the origin."""
+_TOLERANCE = 0.001
+"""The share of an amount by which a parabola through the origin may be above the straight line, where it is foretold.
+Amounts between the two sizes are below that line; then the line alone may miss the origin by as much."""
 _LEAST_SECONDS = 0.5
 """Seconds differ from step to step: those that are foretold are at least this share of the fewest that were seen."""
 _FARTHEST = 2
@@ -37,27 +38,38 @@ def of_another_size(one: tuple[Key, Took], two: tuple[Key, Took], first: tuple[A
     if found is None or found[0][: len(first)] != first:
         return None
     ratio, origin = float((wanted - 1) / (apart - 1)), float(-1 / (apart - 1))
+    above = float((wanted - 1) * (wanted - apart) / apart)  # of a parabola there, where the line is -1 at the origin
 
-    def line(amounts: Sequence[float], others: Sequence[float], least: float = 0.0) -> tuple[float, ...]:
-        return tuple(max(least * min(pair), pair[0] + ratio * (pair[1] - pair[0])) for pair in zip(amounts, others))
+    def line(here: float, there: float) -> float:
+        return here + ratio * (there - here)
+
+    def misses(here: float, there: float) -> float:
+        """How far a parabola through the origin may be above the line, or the line below the origin."""
+        return max(0.0, -max(1.0, above) * (here + origin * (there - here)))
+
+    def amount(here: float, there: float) -> float:
+        return max(0.0, line(here, there) + misses(here, there))
+
+    def seconds(here: float, there: float) -> float:
+        return max(_LEAST_SECONDS * min(here, there), line(here, there))
 
     each = list(zip(took.calls, other.calls))
     amounts = list(zip(took.between_most, other.between_most))
     for here, there in each:
         amounts += zip(here[FIRST_BYTES:], there[FIRST_BYTES:])
-    if any(here + origin * (there - here) < -_TOLERANCE * max(here, there) for here, there in amounts):
+    if any(misses(*pair) > _TOLERANCE * max(*pair, line(*pair)) for pair in amounts):
         return None
     calls = tuple(
         Call(
             here.layer,
-            *line(here[1:FIRST_BYTES], there[1:FIRST_BYTES], _LEAST_SECONDS),
-            *line(here[FIRST_BYTES:], there[FIRST_BYTES:]),
+            *map(seconds, here[1:FIRST_BYTES], there[1:FIRST_BYTES]),
+            *map(amount, here[FIRST_BYTES:], there[FIRST_BYTES:]),
         )
         for here, there in each
     )
     if wanted < min(Fraction(1), apart):  # what is smaller may be too small to go
         calls = tuple(call._replace(moved_bytes=0.0) for call in calls)
-    return found, Took(calls, line(took.between_most, other.between_most))
+    return found, Took(calls, tuple(map(amount, took.between_most, other.between_most)))
 
 
 def _ratio(one: Any, two: Any) -> Fraction | None:

@@ -21,14 +21,32 @@ _trains, _requires_grad = attrgetter("training"), attrgetter("requires_grad")
 _children, _own, _values = attrgetter("_modules"), attrgetter("_parameters"), methodcaller("values")
 
 
-def shapes_of(*tree: Any) -> Shapes:
-    """Of each tensor in ``tree`` its size, dtype, device, and whether it requires a gradient; and flags, as text."""
-    leaves = tree if all(isinstance(value, Tensor) for value in tree) else pytree.tree_leaves(tree)
-    return tuple(
-        (*leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad) if isinstance(leaf, Tensor) else f"{leaf}"
-        for leaf in leaves
-        if isinstance(leaf, (Tensor, bool))
-    )
+def shapes_of(*args: Any, **kwargs: Any) -> Shapes:
+    """Of each tensor among arguments its size, dtype, device, and whether it requires a gradient; and flags, as text.
+    If one is not where the number of those before says, as with a keyword, their places follow, as text."""
+    if not kwargs and all(isinstance(value, Tensor) for value in args):
+        return tuple(map(_shape_of, args))
+    leaves = [(path, leaf) for path, leaf in _paths_in((args, kwargs)) if isinstance(leaf, (Tensor, bool))]
+    shapes = tuple(_shape_of(leaf) if isinstance(leaf, Tensor) else f"{leaf}" for _, leaf in leaves)
+    paths = tuple(path for path, _ in leaves)
+    return shapes if paths == tuple(f"[0][{place}]" for place in range(len(leaves))) else (*shapes, _shown(paths))
+
+
+def _shape_of(tensor: Tensor) -> Shapes:
+    return *tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def _paths_in(tree: Any) -> list[tuple[str, Any]]:
+    """Each leaf and its place; where a container does not tell places, only its number."""
+    try:
+        leaves, _ = pytree.tree_flatten_with_path(tree)
+    except ValueError:
+        return [(f"[0][{number}]", leaf) for number, leaf in enumerate(pytree.tree_leaves(tree))]
+    return [(pytree.keystr(path), leaf) for path, leaf in leaves]
+
+
+def _shown(paths: Collection[str]) -> str:
+    return f"at {', '.join(path[3:] for path in paths)}"
 
 
 class ModelSettings:

@@ -166,9 +166,9 @@ def test_a_value_of_another_type_is_no_other_shape(keywords):
 @pytest.mark.parametrize(
     ("keywords", "received", "planned"),
     [
-        (({"by": True}, {"by": 0.5}), "[2, 8]", "[2, 8], True"),
-        (({"by": True}, {"by": False}), "[2, 8], False", "[2, 8], True"),
-        (({}, {"more": torch.ones(4, 3)}), "[2, 8], [1, 3]", "[2, 8]"),
+        (({"by": True}, {"by": 0.5}), "[2, 8]", "[2, 8], True, at [0], ['by']"),
+        (({"by": True}, {"by": False}), "[2, 8], False, at [0], ['by']", "[2, 8], True, at [0], ['by']"),
+        (({}, {"more": torch.ones(4, 3)}), "[2, 8], [1, 3], at [0], ['more']", "[2, 8]"),
     ],
     ids=str,
 )
