@@ -296,8 +296,8 @@ def _took(
         ))
         shared.append(alike)
     for number, holds in inner.items():  # until the next call begins, others may hold its inputs
-        place, taken = places[Kind.AFTER, number], holds.size - holds.more
-        if ends[place].highest_bytes > moments[place].left_bytes:
+        place, taken = places.get((Kind.AFTER, number)), holds.size - holds.more
+        if place is not None and ends[place].highest_bytes > moments[place].left_bytes:
             ends[place] = ends[place]._replace(highest_bytes=ends[place].highest_bytes + taken)
     moments = [moments[0], *ends[:-1]]
     replays = [places.get((Kind.REPLAY, number), -1) for number in range(len(key))]
