@@ -45,6 +45,8 @@ def test_the_handle_in_a_copy_is_that_of_the_copy(copied):
     assert [recomputes(model, x) for _ in range(3)] == [4, 0, 0]
     other = copied(model)
     assert other.regions.plan is None
+    with pytest.raises(torchckpt.CheckpointError, match=r"(?s)in a copy of a model.*works:    handle\.remove"):
+        other.regions.report()
     assert recomputes(other, x) == 4
     other.regions.remove()
     assert [recomputes(other, x), recomputes(model, x)] == [0, 0]

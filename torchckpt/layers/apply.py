@@ -49,8 +49,14 @@ class PlannedLayers(LayersHandle, Drawn):
         """The plan that was followed last, beside the second step of it; ``print()`` shows a table.
 
         Raises:
-            CheckpointError: there is no plan yet: it is made when the second step begins.
+            CheckpointError: there is no plan yet: it is made when the second step begins. Without a budget, and in a
+                copy of the model, there never is one.
         """
+        if self._steps is None:
+            raise CheckpointError(
+                f"{_CALLER}: there is no plan: every call is recomputed without a budget, and in a copy of a model\n"
+                f"  received: report() or draw() there\n  works:    handle.remove(), and then {_WORKS}"
+            )
         if self.plan is None:
             raise CheckpointError(
                 f"{_CALLER}: there is no plan: with a budget it is made when the second step begins\n"

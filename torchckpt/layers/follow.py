@@ -16,6 +16,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -24,7 +25,6 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from torchckpt.errors import BudgetInfeasible
 from torchckpt.layers.count import Counter
 from torchckpt.layers.known import KnownStep, KnownSteps, has_run_out, measured, ran_out
 from torchckpt.layers.plan import LayersPlan, Wish
@@ -45,8 +45,10 @@ from torchckpt.typing import Function
 __all__ = ["Begin", "Enter", "Steps"]
 
 _AGAIN, _MOST_AGAIN = 8, 256
-"""Where a step began like a known one and went on otherwise, so many such steps are counted; if its backward did, so
-many more as there were steps of the plan before it, but at most as many as the second number."""
+"""After a step that was taken for a known one and was none, so many that begin alike are counted, and so many more as
+there were steps of the plans before it, but at most as many as the second number."""
+_MOST_ROUNDS = 8
+"""So often they are, where nothing is learned of it."""
 _HIDES = (
     "chosen layers take or return objects whose tensors are not seen, so every call is recomputed: have them take "
     "tensors, lists, tuples or dicts, or register the class with torch.utils._pytree"
@@ -62,16 +64,38 @@ _NOT_SEEN = (
 )
 
 
+@dataclass
+class _Uncertain:
+    """What begins like known steps, and may be another."""
+
+    left: int = 0
+    """How many of the next ones are counted."""
+    rounds: int = 0
+    """How often it was said that they are."""
+
+    def count_again(self, passed: int) -> None:
+        """Count the next ones, after so many that have ``passed``."""
+        if self.rounds < _MOST_ROUNDS:
+            self.left, self.rounds = _AGAIN + min(passed, _MOST_AGAIN), self.rounds + 1
+
+    def is_again(self) -> bool:
+        """Whether the one that begins is counted."""
+        self.left -= 1
+        return self.left >= 0
+
+
 class Steps:
     """The steps of one model, whose chosen layers call :meth:`run`."""
 
     def __init__(self, model: nn.Module, known: KnownSteps) -> None:
         self._model, self._known = weakref.ref(model), known
         self._settings = ModelSettings(model)
-        self._uncertain: dict[Shapes, int] = {}
-        """By what steps begin with that may be others than known ones: how often to count what comes."""
+        self._uncertain: dict[Shapes, _Uncertain] = {}
+        """By what steps begin with that may be others than known ones."""
         self.step: Step | None = None
         """The step that is running."""
+        self._is_rest = False
+        """Whether it may be the rest of one that was taken for ended before its last call."""
         self._groups: set[Any] = set()
         """The process groups in which ranks communicate inside of layers."""
         self._agreement: Any = None
@@ -129,8 +153,6 @@ class Steps:
         refuse_transforms()
         shapes, step.model = (step.model, *own), ()
         call, counter, is_kept = step.calls, step.counter, step.keeps(shapes)
-        if step.agreed is None:
-            self._check(step)
         if step.driven is not None:
             step.driven.reaches((Kind.FORWARD, call))
         with PLAIN if counter is None else counter.forward(call, (args, kwargs)):
@@ -144,22 +166,13 @@ class Steps:
         settings = self._settings.now(device.type)
         return (*settings, self._settings.has_gradients) if self._known.tells_gradients else settings
 
-    def _check(self, step: Step) -> None:
-        """Raise the error of a step that is none that fits, as its calls have shown."""
-        try:
-            self._known.check(step.known)
-        except BudgetInfeasible as error:
-            step.failed(error)
-            raise
-
     def _begin(self, first: Shapes, device: torch.device) -> Step:
         """Begin a step whose first call has these shapes, or begins with them."""
         self._close()
-        again = self._uncertain.get(first, 0)
-        known = [] if again else self._known.beginning(first, device, self._settings)
+        uncertain = self._uncertain.get(first)
+        is_again = uncertain is not None and uncertain.is_again()
+        known = [] if is_again else self._known.beginning(first, device, self._settings)
         is_learned = not known  # [1]
-        if again:
-            self._uncertain[first] = again - 1
         agreed = self._known.plan(known, self._agreed(device))  # [2]
         if known and not any(step is self._followed for step in known):
             self._followed = known[-1]  # until it is clear which one it is
@@ -167,7 +180,7 @@ class Steps:
         is_counted = is_learned or (len(known) == 1 and known[0].steps + 1 == shown)
         counter = self._counter(device) if is_counted else None
         has_gradients = is_learned and self._settings.has_gradients
-        self.step = Step(first, device, known, counter, is_learned, has_gradients, agreed)
+        self.step = Step(first, device, known, counter, is_learned, has_gradients, agreed, self._known.check)
         plan = known[0].plan if len(known) == 1 else None
         if plan is not None and plan.away:
             self.step.driven = Driven(
@@ -200,15 +213,14 @@ class Steps:
             return
         if 0 < step.reached < step.marked and has_run_out(step.known, step.device):
             ran_out(step.known)
-        if step.is_other:
-            self._uncertain.setdefault(step.first, _AGAIN)
+        is_rest, self._is_rest = self._is_rest, False
+        if step.is_unknown and not is_rest:
+            self._uncertain.setdefault(step.first, _Uncertain()).count_again(sum(known.steps for known in step.began))
         order, ran = tuple(step.order), step.ran
         for known in step.known if not (order or step.has_failed) else ():
-            known.ended_early(step.calls)
+            self._is_rest |= known.ended_early(step.calls)
         if ran is not None:
             self._followed, ran.steps = ran, ran.steps + 1
-        if ran is not None and not step.has_failed and ran.is_otherwise(step.calls, order):
-            self._uncertain[step.first] = _AGAIN + min(ran.steps, _MOST_AGAIN)
         counter = step.uncounted()
         if counter is None:
             return

@@ -139,6 +139,10 @@ class KnownStep(Followed[LayersPlan]):
         is_known = not order or calls != len(self.key) or len(self.tooks) >= _MOST_ORDERS
         return not is_known and _at_edges(self.edges, order) not in self.tooks
 
+    def turns_at(self, calls: int) -> bool:
+        """Whether its first backward may come after so many calls."""
+        return any(order[0][0] == calls for order in self.tooks if order)
+
     @cached_property
     def edges(self) -> set[int]:
         """The first and the last call of each call of the model: a backward reaches a mark there in every step."""
@@ -162,11 +166,14 @@ class KnownStep(Followed[LayersPlan]):
         super().follow(plan)
         self.__dict__.pop("script", None)
 
-    def ended_early(self, calls: int) -> None:
-        """Note that no mark waited any more after so many calls, of which no backward has reached one."""
-        if calls < len(self.key):
+    def ended_early(self, calls: int) -> bool:
+        """Note that no mark waited any more after so many calls, of which no backward has reached one. Returns whether
+        that is new."""
+        is_new = calls < len(self.key) and not self.is_marked
+        if is_new:
             self.is_marked = True
             self.__dict__.pop("script", None)
+        return is_new
 
 
 def _edges(key: Key) -> set[int]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchckpt.errors import BudgetInfeasible
 from torchckpt.layers.count import Counter
 from torchckpt.layers.known import Foreseen, KnownStep, ran_out
 from torchckpt.measuring.shapes import Shapes
@@ -44,10 +45,13 @@ class Mark:
         self._step, self._call, self._is_kept, self.is_reached = step, call, is_kept, False
 
     def __call__(self, _: object) -> None:
+        is_first = not self._step.order
         if len(self._step.order) < _MOST_REACHED:
             self._step.order.append((self._step.calls, self._call))
         self._step.reached += not self.is_reached
         self.is_reached = True
+        if is_first:
+            self._step.turns_back()
         self._step.goes_back(self._call, self._is_kept)
 
 
@@ -67,6 +71,10 @@ class Step:
     """Whether there were gradients before it."""
     agreed: frozenset[int] | None
     """The calls that all ranks keep; None where each keeps its own."""
+    check: Callable[[Sequence[KnownStep]], None]
+    """Raises the error of a step that is one of these, if none of them fits."""
+    began: Sequence[KnownStep] = field(init=False)
+    """Those that it might be when it began."""
     key: list[Shapes] = field(default_factory=list)
     """The calls that were looked at in full."""
     calls: int = 0
@@ -94,6 +102,9 @@ class Step:
     driven: Driven | None = None
     """What calls that are away follow."""
 
+    def __post_init__(self) -> None:
+        self.began = self.known
+
     @property
     def is_alive(self) -> bool:
         """Whether a call waits for its backward; after very many calls, whether the newest one does."""
@@ -109,11 +120,22 @@ class Step:
         """Whether calls have waited for a backward, and none does now. Frozen layers in front do not wait."""
         return self.has_failed or ((self.marked > 0 or self.calls == MOST_CALLS) and not self.is_alive)
 
+    @property
+    def is_unknown(self) -> bool:
+        """Whether it was taken for a known step, and was none of them: it went on otherwise, or its backward came
+        earlier, or in an order that was not counted."""
+        if self.has_failed or not self.order:
+            return self.is_other
+        ran = self.ran
+        return self.is_other or (bool(self.known) if ran is None else ran.is_otherwise(self.calls, tuple(self.order)))
+
     def keeps(self, shapes: Shapes) -> bool:
         """Whether the next call, with these shapes, is kept, here or on the host."""
         call, had = self.calls, bool(self.known)
         self.known = [step for step in self.known if call < len(step.key) and step.key[call] == shapes]  # [3]
         self.is_other |= had and not self.known
+        if self.agreed is None:
+            self.checked(self.known)
         is_clear = len(self.known) == 1 and self.counter is None
         self.script = self.known[0].script if is_clear else ()
         self.key.append(shapes)
@@ -165,6 +187,19 @@ class Step:
             outputs = moved.forward(function, args, kwargs)
         moved.send()
         return outputs
+
+    def checked(self, known: Sequence[KnownStep]) -> None:
+        """Raise the error of a step that is one of these ``known`` ones, if none of them fits."""
+        try:
+            self.check(known)
+        except BudgetInfeasible as error:
+            self.failed(error)
+            raise
+
+    def turns_back(self) -> None:
+        """The first backward begins, which shows that the step is none of those that are longer."""
+        if self.agreed is None:
+            self.checked([step for step in self.known if step.turns_at(self.calls)])
 
     def goes_back(self, call: int, is_kept: bool) -> None:
         """A backward reaches ``call``."""
