@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import gcd
 
 from torchckpt.errors import Fault
 from torchckpt.jobs.model import Model
@@ -124,10 +125,26 @@ class Layout:
         """The ranks that share the state."""
         return 1 if self.state == "none" else self.shards or self.dp * self.cp
 
+    @property
+    def etp(self) -> int:
+        """The ranks that an expert is split over: those of ``tp`` (the default of Megatron), or as many of them as
+        ``ep`` leaves; one where ``ep`` takes all of ``tp x cp x dp``."""
+        return gcd(self.tp, self.tp * self.cp * self.dp // self.ep)
+
+    @property
+    def expert_ranks(self) -> int:
+        """The ranks that hold the same experts: what ``dp x cp`` is for all else."""
+        return self.dp * self.cp // gcd(self.ep, self.dp * self.cp)
+
+    @property
+    def expert_state_ranks(self) -> int:
+        """Those of them that share the state of their experts."""
+        return max(1, self.state_ranks // gcd(self.ep, self.dp * self.cp))
+
     def stride(self, dimension: str) -> int:
         """How far apart the ranks of a dimension lie: of ``tp``, ``cp``, ``ep``, ``dp``, ``pp``; of ``replicas``, whose
         groups share the state, and of ``expert_dp``, that hold the same experts."""
-        apart = {"tp": 1, "replicas": self.tp * self.state_ranks, "expert_dp": self.tp * self.ep,
+        apart = {"tp": 1, "ep": self.etp, "expert_dp": self.etp * self.ep, "replicas": self.tp * self.state_ranks,
                  "pp": self.gpus // self.pp}  # fmt: skip
         return apart.get(dimension, self.tp)
 
