@@ -126,15 +126,19 @@ class Job:
     def _beside_weights(self, dense: bool) -> Block:
         """A layer whose weights FSDP2 gathers meanwhile, and whose gradients it reduces."""
         block = self.work[dense].block
-        shared = self._shared_weights(*self.held_parameters(0 if dense else self.model.dense_layers))
-        backward, told = block.input_grad_seconds + block.weight_grad_seconds, self._told(shared, "backward")
+        backward, told = block.input_grad_seconds + block.weight_grad_seconds, self._shared_seconds(dense, "backward")
         longer = self._beside(backward, told)
         return replace(
             block,
-            forward_seconds=self._beside(block.forward_seconds, self._told(shared, "forward")),
+            forward_seconds=self._beside(block.forward_seconds, self._shared_seconds(dense, "forward")),
             input_grad_seconds=longer - block.weight_grad_seconds,
             recompute_seconds=self._beside(backward + block.recompute_seconds, told) - longer,
         )
+
+    def _shared_seconds(self, dense: bool, phase: str) -> float:
+        """Seconds in a phase of what FSDP2 gathers and reduces of a layer."""
+        layer = 0 if dense else self.model.dense_layers
+        return self._told(self._shared_weights(*self.held_parameters(layer)), phase)
 
     def _beside(self, compute: float, communication: float) -> float:
         """Seconds of both side by side."""
@@ -227,6 +231,14 @@ class Job:
         return (self.layout.micro_batches if self.layout.pp == 1 else 1) * seconds + self.once_seconds
 
     @cached_property
+    def rank_layers(self) -> list[list[int]]:
+        """The layers of each rank of the pipeline, of all its stages."""
+        of_ranks: list[list[int]] = [[] for _ in range(self.layout.pp)]
+        for layers, rank in zip(self.layers, self.layout.placement):
+            of_ranks[rank] += layers
+        return of_ranks
+
+    @cached_property
     def rank_parameters(self) -> list[tuple[float, float]]:
         """For each rank its parameters before data parallel splits them, and those of experts."""
         by_rank = [(0.0, 0.0)] * self.layout.pp
@@ -256,9 +268,9 @@ class Job:
         seconds = 2e-3 + machine.stream(30 * self.shared(dense, routed))
         if layout.state == "fsdp2":
             if layout.pp > 1:  # gathered and reduced once a step
-                layers = max(len(layers) for layers in self.layers) * layout.chunks
-                shared = self._told(self._shared_weights(*self.held_parameters(0)), "step")
-                seconds += shared * layers * (1 + machine.rates.unhidden) / 2
+                each = {dense: self._shared_seconds(dense, "step") for dense in self.work}
+                shared = max(sum(each[self.model.is_dense(layer)] for layer in layers) for layers in self.rank_layers)
+                seconds += shared * (1 + machine.rates.unhidden) / 2
             return seconds
         reduced = self._told(self._gradients, "step")
         if layout.state == "zero1" and layout.software.overlaps_reduce:

@@ -50,7 +50,7 @@ def _rank(job: Job, rank: int, peak: float) -> RankMemory:
     layout, software = job.layout, job.layout.software
     parameters, shared = sum(job.rank_parameters[rank]), job.shared(*job.rank_parameters[rank])
     of_rank = [stage for stage, place in enumerate(layout.placement) if place == rank]
-    layers = [layer for stage in of_rank for layer in job.layers[stage]]
+    layers = job.rank_layers[rank]
     logits = sum(map(job.loss_bytes, of_rank))
     peak += 0.0 if job.holds_loss else logits
     working = _working(job, layers)
