@@ -94,7 +94,7 @@ def test_the_search(capsys, tmp_path):
         ((*JOB[1:], "--policy", "some"), "invalid choice: 'some'"),
         ((*JOB[1:], "--link", "1"), "--link is given with --model"),
         ((*JOB[1:], "--balance"), "--balance is given with --model"),
-        ((*JOB[1:], "--tp", "3", "--dp", "2"), "; works: --gpus 6 | the heads do not divide by tp; received: "),
+        ((*JOB[1:], "--tp", "3", "--dp", "2"), "; works: --tp 2, --gpus 4 | the heads do not divide by tp; received: "),
         ((*JOB[1:-1], "16", "--pp", "4", "--schedule", "DualPipeV"), "works: --global-batch 128"),
         ((), "one of the arguments --schedule --csv --model is required; works: python -m torchckpt plan --schedule"),
     ],

@@ -116,6 +116,26 @@ def test_collectives_of_the_state():
     assert job(pp=1, dp=4, state="none").collectives == (Collective("all_reduce", size, 4, "dp", "step"),)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev", "interleaved_1f1b"])
+def test_what_fsdp_shares_once_a_step_is_that_of_all_layers_of_a_rank(schedule):
+    """As many gathers as layers, also where a folded schedule has two stages on a rank without saying chunks."""
+    chunks = [2] if schedule == "interleaved_1f1b" else [1] if schedule == "1f1b" else [1, 2]
+    fsdp = {"dp": 2, "gpus": 8, "state": "fsdp2", "schedule": schedule}
+    alike = replace(SMALL, vocab=8)
+    jobs, plain = [job(alike, chunks=count, **fsdp) for count in chunks], job(alike, **{**fsdp, "schedule": "1f1b"})
+    assert [each.once_seconds for each in jobs] == pytest.approx([plain.once_seconds] * len(chunks), rel=1e-3)
+    assert {tuple(map(len, each.rank_layers)) for each in jobs} == {(2, 2, 2, 2)}
+
+
+def test_what_fsdp_shares_once_a_step_is_that_of_each_layer():
+    """A first layer without experts costs less than one with them, and the others cost what they did."""
+    experts = MODELS["qwen3-235b-a22b"]
+    fsdp = {"dp": 8, "ep": 4, "pp": 8, "gpus": 64, "state": "fsdp2", "global_batch": 64}
+    once = [job(replace(experts, dense_layers=count), **fsdp).once_seconds for count in (0, 1, 93)]
+    assert once[0] == pytest.approx(once[1])  # of the rank that has most
+    assert once[2] < once[1]
+
+
 def test_messages_between_nodes_take_longer():
     near, far = job(pp=4, gpus=4), job(pp=4, dp=8, gpus=32, global_batch=128)
     assert near.stages[1].before.forward_seconds < far.stages[1].before.forward_seconds

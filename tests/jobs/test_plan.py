@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import math
+import random
+import re
 from dataclasses import replace
 from xml.etree import ElementTree
 
@@ -164,3 +166,28 @@ def test_numbers_for_a_file_and_the_picture():
     assert "everything kept" in tight
     assert "planned within the budget of each rank" in tight
     assert all(math.isfinite(float(bar.get("height"))) for bar in bars)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_the_faults_of_a_layout_advise_has_none(seed):
+    """All of it at once: a smaller split has fewer GPUs, of which the next call would complain."""
+    pick, mended = random.Random(seed).choice, 0
+    for _ in range(2000):
+        model, schedule = MODELS[pick(list(MODELS))], pick(("1f1b", "interleaved_1f1b", "zbv", "dualpipev"))
+        split = {name: pick((1, 2, 3, 4, 6, 8, 16, 64)) for name in ("tp", "cp", "ep", "pp", "dp")}
+        gpus = pick((64, split["tp"] * split["cp"] * split["pp"] * split["dp"]))
+        chunks = 2 if schedule == "interleaved_1f1b" else 1
+        layout = Layout(**split, gpus=gpus, global_batch=pick((60, 64, 96)), micro_batch=pick((1, 2)),
+                        schedule=schedule, chunks=chunks, sequence=pick((4096, 6144)))  # fmt: skip
+        faults = list(layout.faults(model))
+        advised = {name: int(value) for fault in faults for name, value in re.findall(r"(\w+)=(\d+)", fault.works)}
+        assert not list(replace(layout, **advised).faults(model)), (layout, faults)
+        mended += bool(faults)
+    assert mended > 1000
+
+
+def test_a_folded_schedule_has_two_stages_on_each_rank():
+    layout = Layout(gpus=32, pp=32, global_batch=64, schedule="zbv")
+    (fault,) = layout.faults(MODELS["llama3-8b"])
+    assert fault.works == "pp=16, gpus=16"
+    assert not list(replace(layout, pp=16, gpus=16).faults(MODELS["llama3-8b"]))

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -68,10 +68,10 @@ class Job:
 
     def held_parameters(self, layer: int) -> tuple[float, float]:
         """The parameters of a layer on one rank before data parallel splits them: experts apart."""
-        model, tp, whole = self.model, self.layout.tp, self.model.whole_parameters(layer)
+        model, layout, tp, whole = self.model, self.layout, self.layout.tp, self.model.whole_parameters(layer)
         experts = 0.0
         if not model.is_dense(layer):
-            experts = model.experts / self.layout.ep * model.mlp_parameters(model.expert_ffn) / tp
+            experts = model.experts / layout.ep * model.mlp_parameters(model.expert_ffn) / layout.etp
         return (model.layer_parameters(layer, 0) - whole) / tp + whole, experts
 
     @cached_property
@@ -126,30 +126,41 @@ class Job:
     def _beside_weights(self, dense: bool) -> Block:
         """A layer whose weights FSDP2 gathers meanwhile, and whose gradients it reduces."""
         block = self.work[dense].block
-        shared = self._shared_weights(sum(self.held_parameters(0 if dense else self.model.dense_layers)))
-        backward, told = block.input_grad_seconds + block.weight_grad_seconds, self._told(shared, "backward")
+        backward, told = block.input_grad_seconds + block.weight_grad_seconds, self._shared_seconds(dense, "backward")
         longer = self._beside(backward, told)
         return replace(
             block,
-            forward_seconds=self._beside(block.forward_seconds, self._told(shared, "forward")),
+            forward_seconds=self._beside(block.forward_seconds, self._shared_seconds(dense, "forward")),
             input_grad_seconds=longer - block.weight_grad_seconds,
             recompute_seconds=self._beside(backward + block.recompute_seconds, told) - longer,
         )
+
+    def _shared_seconds(self, dense: bool, phase: str) -> float:
+        """Seconds in a phase of what FSDP2 gathers and reduces of a layer."""
+        layer = 0 if dense else self.model.dense_layers
+        return self._told(self._shared_weights(*self.held_parameters(layer)), phase)
 
     def _beside(self, compute: float, communication: float) -> float:
         """Seconds of both side by side."""
         return max(compute, communication) + self.machine.rates.unhidden * min(compute, communication)
 
-    def _shared_weights(self, parameters: float) -> tuple[Collective, ...]:
-        """How FSDP2 gathers the weights of so many parameters, and again in the backward if it has freed them, and
-        reduces their gradients. In a pipeline that happens once a step."""
-        layout, ranks = self.layout, self.layout.state_ranks
-        phases = ("forward", "backward") if layout.pp == 1 else ("step", "step")
-        gather = Collective("all_gather", round(2 * parameters), ranks, "dp", phases[0])
-        size = round(layout.software.reduce_bytes * parameters)
-        again = [gather._replace(phase=phases[1])] * (layout.pp == 1 and layout.software.resharded)
-        replicas = Collective("all_reduce", size // ranks, layout.dp * layout.cp // ranks, "replicas", phases[1])
-        return (gather, *again, Collective("reduce_scatter", size, ranks, "dp", phases[1]), replicas)
+    def _shared_weights(self, dense: float, routed: float = 0.0) -> tuple[Collective, ...]:
+        """How FSDP2 gathers the weights of so many parameters, those of experts apart, and again in the backward if it
+        has freed them, and reduces their gradients. In a pipeline that happens once a step."""
+        layout = self.layout
+        ranks, same = (layout.state_ranks, layout.expert_state_ranks), (layout.dp * layout.cp, layout.expert_ranks)
+        groups = zip((dense, routed), ranks, same, ("dp", "expert_dp"))
+        return tuple(each for group in groups if group[0] for each in self._shared_group(*group))
+
+    def _shared_group(self, parameters: float, ranks: int, same: int, dimension: str) -> Iterator[Collective]:
+        """Those of the ``ranks`` that share parameters, and of all that hold the ``same``, if these are more."""
+        software, is_staged = self.layout.software, self.layout.pp > 1
+        phases = ("step", "step") if is_staged else ("forward", "backward")
+        size = round(software.reduce_bytes * parameters)
+        for phase in phases[: 2 if software.resharded and not is_staged else 1]:
+            yield Collective("all_gather", round(2 * parameters), ranks, dimension, phase)
+        yield Collective("reduce_scatter", size, ranks, dimension, phases[1])
+        yield Collective("all_reduce", size // ranks, same // ranks, "replicas", phases[1])
 
     def _told(self, collectives: Iterable[Collective], phase: str) -> float:
         """The seconds of those of a phase."""
@@ -160,7 +171,7 @@ class Job:
     def collectives(self) -> tuple[Collective, ...]:
         """Those of the last layer for one micro-batch; those of the phase ``step`` are of the whole rank, once."""
         layer = self.model.layers - 1
-        shared = self._shared_weights(sum(self.held_parameters(layer))) if self.layout.state == "fsdp2" else ()
+        shared = self._shared_weights(*self.held_parameters(layer)) if self.layout.state == "fsdp2" else ()
         parts = (*self.work[self.model.is_dense(layer)].collectives, *shared, *self._gradients)
         return tuple(each for each in parts if each.ranks > 1)
 
@@ -171,7 +182,7 @@ class Job:
         if layout.state == "fsdp2":
             return ()
         kinds = {"reduce_scatter": 4, "all_gather": 2} if layout.state == "zero1" else {"all_reduce": 2}
-        groups = ((ranks, "dp"), (max(1, ranks // layout.ep), "expert_dp"))
+        groups = ((ranks, "dp"), (layout.expert_ranks, "expert_dp"))
         return tuple(
             Collective(kind, round(size * wire), count, dimension, "step")
             for size, (count, dimension) in zip(max(self.rank_parameters, key=sum), groups)
@@ -220,6 +231,14 @@ class Job:
         return (self.layout.micro_batches if self.layout.pp == 1 else 1) * seconds + self.once_seconds
 
     @cached_property
+    def rank_layers(self) -> list[list[int]]:
+        """The layers of each rank of the pipeline, of all its stages."""
+        of_ranks: list[list[int]] = [[] for _ in range(self.layout.pp)]
+        for layers, rank in zip(self.layers, self.layout.placement):
+            of_ranks[rank] += layers
+        return of_ranks
+
+    @cached_property
     def rank_parameters(self) -> list[tuple[float, float]]:
         """For each rank its parameters before data parallel splits them, and those of experts."""
         by_rank = [(0.0, 0.0)] * self.layout.pp
@@ -249,9 +268,9 @@ class Job:
         seconds = 2e-3 + machine.stream(30 * self.shared(dense, routed))
         if layout.state == "fsdp2":
             if layout.pp > 1:  # gathered and reduced once a step
-                layers = max(len(layers) for layers in self.layers) * layout.chunks
-                shared = self._told(self._shared_weights(sum(self.held_parameters(0))), "step")
-                seconds += shared * layers * (1 + machine.rates.unhidden) / 2
+                each = {dense: self._shared_seconds(dense, "step") for dense in self.work}
+                shared = max(sum(each[self.model.is_dense(layer)] for layer in layers) for layers in self.rank_layers)
+                seconds += shared * (1 + machine.rates.unhidden) / 2
             return seconds
         reduced = self._told(self._gradients, "step")
         if layout.state == "zero1" and layout.software.overlaps_reduce:
@@ -260,8 +279,7 @@ class Job:
 
     def shared(self, dense: float, routed: float) -> float:
         """What a rank has of an amount that is shared as the state is; experts by the ranks that hold the same."""
-        ranks = self.layout.state_ranks
-        return dense / ranks + routed / max(1.0, ranks / self.layout.ep)
+        return dense / self.layout.state_ranks + routed / self.layout.expert_state_ranks
 
     @property
     def step_seconds(self) -> float:

@@ -41,8 +41,9 @@ class LayerWork:
         if self.dense:
             width = model.ffn / tp
             return (*attention, Product(tokens, ways * width, hidden), Product(tokens, hidden, width))
-        local, width = max(1.0, model.experts / self.layout.ep), model.expert_ffn / tp
-        routed = max(1.0, tokens * model.active / local)
+        etp = self.layout.etp
+        local, width = max(1.0, model.experts / self.layout.ep), model.expert_ffn / etp
+        routed = max(1.0, tokens * etp / tp * model.active / local)
         experts = Product(routed, ways * width, hidden, local), Product(routed, hidden, width, local)
         shared = model.shared * model.expert_ffn / tp
         more = (Product(tokens, ways * shared, hidden), Product(tokens, hidden, shared)) if shared else ()

@@ -1,8 +1,9 @@
 """Layout: how a job is split over GPUs, its batch, and what the software that runs it does."""
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from math import gcd
 
 from torchckpt.errors import Fault
 from torchckpt.jobs.model import Model
@@ -124,10 +125,26 @@ class Layout:
         """The ranks that share the state."""
         return 1 if self.state == "none" else self.shards or self.dp * self.cp
 
+    @property
+    def etp(self) -> int:
+        """The ranks that an expert is split over: those of ``tp`` (the default of Megatron), or as many of them as
+        ``ep`` leaves; one where ``ep`` takes all of ``tp x cp x dp``."""
+        return gcd(self.tp, self.tp * self.cp * self.dp // self.ep)
+
+    @property
+    def expert_ranks(self) -> int:
+        """The ranks that hold the same experts: what ``dp x cp`` is for all else."""
+        return self.dp * self.cp // gcd(self.ep, self.dp * self.cp)
+
+    @property
+    def expert_state_ranks(self) -> int:
+        """Those of them that share the state of their experts."""
+        return max(1, self.state_ranks // gcd(self.ep, self.dp * self.cp))
+
     def stride(self, dimension: str) -> int:
         """How far apart the ranks of a dimension lie: of ``tp``, ``cp``, ``ep``, ``dp``, ``pp``; of ``replicas``, whose
         groups share the state, and of ``expert_dp``, that hold the same experts."""
-        apart = {"tp": 1, "replicas": self.tp * self.state_ranks, "expert_dp": self.tp * self.ep,
+        apart = {"tp": 1, "ep": self.etp, "expert_dp": self.etp * self.ep, "replicas": self.tp * self.state_ranks,
                  "pp": self.gpus // self.pp}  # fmt: skip
         return apart.get(dimension, self.tp)
 
@@ -156,7 +173,7 @@ class Layout:
         product = self.tp * self.cp * self.pp * self.dp
         if product != self.gpus:
             received = f"tp {self.tp} x cp {self.cp} x pp {self.pp} x dp {self.dp} = {product}, gpus={self.gpus}"
-            yield Fault("the GPUs are not tp x cp x pp x dp", received, f"gpus={product}")
+            yield Fault("the GPUs are not tp x cp x pp x dp", received, self._dividing(model))
         kv = model.kv_heads or model.heads
         pairs = (
             ("the heads do not divide by tp", "heads", model.heads, "tp", self.tp),
@@ -166,31 +183,43 @@ class Layout:
             ("the experts do not divide by ep", "experts", model.experts or 1, "ep", self.ep),
             ("the data-parallel ranks do not divide by ep", "dp x cp x tp", self.dp * self.cp * self.tp, "ep",
              self.ep),
-            ("the batch does not divide by dp x micro-batch", "global_batch", self.global_batch, "dp x micro_batch",
-             self.dp * self.micro_batch),
         )
         for rule, whole, amount, part, divisor in pairs:
             if amount % divisor:
-                yield Fault(rule, f"{whole}={amount}, {part}={divisor}", _dividing(whole, amount, part, divisor))
+                yield Fault(rule, f"{whole}={amount}, {part}={divisor}", self._dividing(model))
+        at_once = self.dp * self.micro_batch
+        if self.global_batch % at_once:
+            received = f"global_batch={self.global_batch}, dp x micro_batch={at_once}"
+            batch = f"global_batch={-(-self.global_batch // at_once) * at_once}"
+            yield Fault("the batch does not divide by dp x micro-batch", received, batch)
         if self.cp > 1 and self.sequence % (2 * self.cp):
-            nearest = max(cp for cp in range(1, self.cp) if cp == 1 or self.sequence % (2 * cp) == 0)
             received = f"sequence={self.sequence}, cp={self.cp}"
-            yield Fault("the sequence does not divide by twice cp", received, f"cp={nearest}")
+            yield Fault("the sequence does not divide by twice cp", received, self._dividing(model))
         if self.chunks > 1 and self.schedule not in CHUNKS and not (self.schedule in FOLDED and self.chunks == 2):
             rule = f"the schedule {self.schedule} fixes its number of stages on a rank"
             yield Fault(rule, f"chunks={self.chunks}", "schedule='interleaved_1f1b', or chunks=1")
-        if self.pp > 1 and self.stages * self.micro_batches > _MOST_VISITS:
+        stages = min(self.stages, model.layers)
+        if self.pp > 1 and stages * self.micro_batches > _MOST_VISITS:
             rule = f"stages times micro-batches are more than {_MOST_VISITS}"
-            batch = _MOST_VISITS // self.stages * self.dp * self.micro_batch
-            yield Fault(rule, f"global_batch={self.global_batch}", f"global_batch={batch}")
+            batch = f"global_batch={_MOST_VISITS // stages * at_once}"
+            yield Fault(rule, f"global_batch={self.global_batch}", batch)
         if model.layers < self.stages:
             received = f"{model.layers} layers, {self.stages} stages"
-            yield Fault("there are fewer layers than stages", received, f"pp={model.layers // self.chunks or 1}")
+            yield Fault("there are fewer layers than stages", received, self._dividing(model))
+
+    def _dividing(self, model: Model) -> str:
+        """The fields of the nearest smaller split that divides: with as many GPUs as that has, and the same ``dp``, on
+        which the batch depends."""
+        heads, kv = model.heads, model.kv_heads or model.heads
+        tp = _most(min(self.tp, heads), lambda tp: not (heads % tp or model.ffn % tp or (kv % tp and tp % kv)))
+        cp = _most(min(self.cp, self.sequence), lambda cp: cp == 1 or self.sequence % (2 * cp) == 0)
+        pp = _most(min(self.pp, model.layers), lambda pp: pp == 1 or pp * self.stages <= model.layers * self.pp)
+        experts = gcd(model.experts or 1, tp * cp * self.dp)
+        split = {"tp": tp, "cp": cp, "pp": pp, "ep": _most(min(self.ep, experts), lambda ep: experts % ep == 0),
+                 "gpus": tp * cp * pp * self.dp}  # fmt: skip
+        return ", ".join(f"{name}={value}" for name, value in split.items() if value != getattr(self, name))
 
 
-def _dividing(whole: str, amount: int, part: str, divisor: int) -> str:
-    """What works: a batch of another size, or fewer parts."""
-    if whole == "global_batch":
-        return f"global_batch={-(-amount // divisor) * divisor}"
-    nearest = max(number for number in range(1, divisor + 1) if amount % number == 0)
-    return f"{part}={nearest}"
+def _most(limit: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to ``limit`` that fits, as 1 does."""
+    return next(filter(fits, range(limit, 0, -1)), 1)

@@ -48,18 +48,16 @@ def memory_of(job: Job, peaks: Sequence[float] | None = None) -> list[RankMemory
 
 def _rank(job: Job, rank: int, peak: float) -> RankMemory:
     layout, software = job.layout, job.layout.software
-    dense, routed = job.rank_parameters[rank]
-    parameters = dense + routed
+    parameters, shared = sum(job.rank_parameters[rank]), job.shared(*job.rank_parameters[rank])
     of_rank = [stage for stage, place in enumerate(layout.placement) if place == rank]
-    layers = [layer for stage in of_rank for layer in job.layers[stage]]
+    layers = job.rank_layers[rank]
     logits = sum(map(job.loss_bytes, of_rank))
     peak += 0.0 if job.holds_loss else logits
     working = _working(job, layers)
     if software.offloads:
         peak = logits + 0.1 * (peak - logits)
     if layout.state == "fsdp2":
-        return _fsdp(job, parameters, layers, peak, logits, working)
-    shared = job.shared(dense, routed)
+        return _fsdp(job, parameters, shared, layers, peak, logits, working)
     gradients = shared if software.gradients_shared else parameters
     return RankMemory(
         parameters * software.parameter_bytes,
@@ -82,7 +80,7 @@ def _working(job: Job, layers: list[int]) -> float:
 
 
 def _fsdp(
-    job: Job, parameters: float, layers: list[int], peak: float, logits: float, working: float
+    job: Job, parameters: float, shared: float, layers: list[int], peak: float, logits: float, working: float
 ) -> RankMemory:
     """FSDP2 gathers two layers at once, and the ends. In a pipeline it keeps what it gathered, and gradients whole."""
     layout, software, model = job.layout, job.layout.software, job.model
@@ -91,14 +89,14 @@ def _fsdp(
     whole = layout.pp > 1 or not software.resharded
     gathered = 2 * parameters if whole else 4 * unit + 2 * ends
     gathered += 4 * parameters if layout.pp > 1 else 0.0
-    gradients = software.gradient_bytes * parameters / layout.state_ranks
+    gradients = software.gradient_bytes * shared
     late = gradients if layout.pp == 1 and layout.micro_batches == 1 else 0.0  # which are not there yet at the loss
     replay = unit * (software.reduce_bytes + 2) + working
     is_at_loss = logits + 0.9 * late > late + replay
     return RankMemory(
-        software.parameter_bytes * parameters / layout.state_ranks,
+        software.parameter_bytes * shared,
         gradients - (late if is_at_loss else 0.9 * late),
-        software.optimizer_bytes * parameters / layout.state_ranks,
+        software.optimizer_bytes * shared,
         gathered,
         peak if is_at_loss else peak - logits,
         0.0 if is_at_loss else replay,

@@ -122,7 +122,7 @@ def search_layouts(
     result = SearchResult()
     try:
         waiting = _bounded(model, machine, Space(model, base, machine.network.node_devices, fixed), memory, result)
-        _simulate(waiting, memory, result, progress or (lambda done, of: None))
+        _simulate(waiting, memory, host, result, progress or (lambda done, of: None))
         _plan_best(memory, host, result, "recompute" in fixed)
         result.is_whole = True
     except KeyboardInterrupt:
@@ -180,7 +180,11 @@ def _least_seconds(job: Job) -> float:
 
 
 def _simulate(
-    waiting: list[tuple[float, int, Job]], memory: float, result: SearchResult, progress: Callable[[int, int], None]
+    waiting: list[tuple[float, int, Job]],
+    memory: float,
+    host: Host | None,
+    result: SearchResult,
+    progress: Callable[[int, int], None],
 ) -> None:
     count = len(waiting)
     while waiting:
@@ -191,7 +195,7 @@ def _simulate(
         progress(count - len(waiting), count)
         result.simulated += 1
         try:
-            plan = fitting(job, memory)
+            plan = fitting(job, memory, host)
         except ArgumentError:
             result.reasons["the micro-batches do not suit the schedule"] += 1
             continue
