@@ -220,3 +220,9 @@ def test_what_is_planned_and_does_not_fit_may_do_with_everything_recomputed():
     with pytest.raises(BudgetInfeasible, match=r"works: +recompute='full'"):
         plan_job(job(), error.value.least_bytes - 1e6)
     plan_job(job(replace(FLAGSHIP, recompute="full")), error.value.least_bytes - 1e6)
+
+
+def test_a_near_layout_whose_schedule_has_no_such_micro_batches_is_none():
+    layout = Layout(gpus=3, pp=3, global_batch=33, schedule="interleaved_1f1b", chunks=2, recompute="planned")
+    with pytest.raises(BudgetInfeasible, match="the job does not fit"):
+        plan_job(job(layout))

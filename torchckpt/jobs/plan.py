@@ -3,12 +3,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 from typing import NoReturn
 
-from torchckpt.errors import BudgetInfeasible, called, check
+from torchckpt.errors import ArgumentError, BudgetInfeasible, called, check
 from torchckpt.jobs.job import Job
 from torchckpt.jobs.layout import Layout
 from torchckpt.jobs.memory import RankMemory, memory_of
@@ -264,8 +265,9 @@ def _near(job: Job, device_bytes: float) -> Iterator[Layout]:
         layouts = list(dict.fromkeys(new for old in layouts for new in _changed(old)))
         for layout in layouts:
             other = replace(job, layout=layout)
-            if not list(layout.faults(job.model)) and fits(other, device_bytes):
-                yield layout
+            with suppress(ArgumentError):  # micro-batches that do not suit the schedule
+                if not list(layout.faults(job.model)) and fits(other, device_bytes):
+                    yield layout
 
 
 def _changed(layout: Layout) -> Iterator[Layout]:
