@@ -191,3 +191,38 @@ def test_a_folded_schedule_has_two_stages_on_each_rank():
     (fault,) = layout.faults(MODELS["llama3-8b"])
     assert fault.works == "pp=16, gpus=16"
     assert not list(replace(layout, pp=16, gpus=16).faults(MODELS["llama3-8b"]))
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full", "planned"])
+@pytest.mark.parametrize("state", ["zero1", "fsdp2"])
+@pytest.mark.parametrize("framework", ["megatron", "torchtitan"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("host", [None, Host("1MB", out="1MB")])
+def test_a_device_with_the_bytes_that_an_error_names_is_enough_and_less_is_not(
+    recompute, state, framework, schedule, host
+):
+    """Also where the plan recomputes everything, and still needs the gradients of a layer's activations beside that."""
+    layout = Layout(gpus=8, pp=4, dp=2, global_batch=16, schedule=schedule, recompute=recompute, state=state,
+                    software=SOFTWARE[framework])  # fmt: skip
+    whole = job(layout, "llama3-8b")
+    with pytest.raises(BudgetInfeasible) as error:
+        plan_job(whole, 5e9, host)
+    least = error.value.least_bytes
+    assert f"needs {least:.0f} bytes" in str(error.value)
+    assert plan_job(whole, least, host).peak_bytes <= least * (1 - MARGIN)
+    with pytest.raises(BudgetInfeasible):
+        plan_job(whole, least - 2e6)
+
+
+def test_what_is_planned_and_does_not_fit_may_do_with_everything_recomputed():
+    with pytest.raises(BudgetInfeasible) as error:
+        plan_job(job(), 5e9)
+    with pytest.raises(BudgetInfeasible, match=r"works: +recompute='full'"):
+        plan_job(job(), error.value.least_bytes - 1e6)
+    plan_job(job(replace(FLAGSHIP, recompute="full")), error.value.least_bytes - 1e6)
+
+
+def test_a_near_layout_whose_schedule_has_no_such_micro_batches_is_none():
+    layout = Layout(gpus=3, pp=3, global_batch=33, schedule="interleaved_1f1b", chunks=2, recompute="planned")
+    with pytest.raises(BudgetInfeasible, match="the job does not fit"):
+        plan_job(job(layout))

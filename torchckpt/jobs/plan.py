@@ -3,12 +3,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 from typing import NoReturn
 
-from torchckpt.errors import BudgetInfeasible, called, check
+from torchckpt.errors import ArgumentError, BudgetInfeasible, called, check
 from torchckpt.jobs.job import Job
 from torchckpt.jobs.layout import Layout
 from torchckpt.jobs.memory import RankMemory, memory_of
@@ -207,12 +208,18 @@ def fitting(job: Job, device_bytes: float, host: Host | None = None) -> JobPlan 
 
 def fits(job: Job, device_bytes: float) -> bool:
     """Whether each rank of the job fits, if need be with everything recomputed where that is planned."""
-    left = rooms(job, device_bytes)
-    if min(left) <= 0:
-        return False
-    if job.layout.recompute == "planned":
-        return not _problem(job, left).too_small
-    return JobPlan(job, device_bytes).peak_bytes <= device_bytes * (1 - MARGIN)
+    return min(rooms(job, device_bytes)) > 0 and max(map(_device_bytes, _least(job))) <= device_bytes
+
+
+def _least(job: Job) -> list[RankMemory]:
+    """What each rank holds at least."""
+    is_planned = job.layout.recompute == "planned"
+    return memory_of(job, _problem(job, [0.0] * job.layout.pp).least_bytes if is_planned else None)
+
+
+def _device_bytes(rank: RankMemory) -> float:
+    """Those of a device that a rank fits, in whole bytes, as shares of them are rounded."""
+    return math.ceil((rank.total + BUFFERS) / (1 - MARGIN)) + 1.0
 
 
 def rooms(job: Job, device_bytes: float) -> list[float]:
@@ -226,19 +233,18 @@ def _problem(job: Job, left: Sequence[float], host: Host | None = None) -> Probl
 
 def _refuse(job: Job, device_bytes: float) -> NoReturn:
     """Raise the error for a job that does not fit."""
-    layout = job.layout
-    least = job if layout.recompute != "planned" else replace(job, layout=replace(layout, recompute="full"))
-    memory = memory_of(least)
+    layout, memory = job.layout, _least(job)
     rank = max(range(len(memory)), key=lambda rank: memory[rank].total)
-    total = memory[rank].total + BUFFERS
+    needed = _device_bytes(memory[rank])
     part, size = max(memory[rank].parts.items(), key=lambda item: item[1])
     near = next(_near(job, device_bytes), None)
     works = "a device with more memory, or more GPUs" if near is None else _words(layout, near)
     raise BudgetInfeasible(
-        f"the job does not fit: rank {rank} needs {enough(total)} bytes, most of them {part}: {enough(size)}\n"
-        f"  received: {whole(device_bytes)} bytes, of which {MARGIN:.0%} are left to the allocator\n"
+        f"the job does not fit: rank {rank} needs {enough(needed)} bytes, {MARGIN:.0%} of which are left to the "
+        f"allocator, and most of them {part}: {enough(size)}\n"
+        f"  received: {whole(device_bytes)} bytes\n"
         f"  works:    {works}",
-        total / (1 - MARGIN),
+        needed,
         None,
         rank,
     )
@@ -259,13 +265,14 @@ def _near(job: Job, device_bytes: float) -> Iterator[Layout]:
         layouts = list(dict.fromkeys(new for old in layouts for new in _changed(old)))
         for layout in layouts:
             other = replace(job, layout=layout)
-            if not list(layout.faults(job.model)) and fits(other, device_bytes):
-                yield layout
+            with suppress(ArgumentError):  # micro-batches that do not suit the schedule
+                if not list(layout.faults(job.model)) and fits(other, device_bytes):
+                    yield layout
 
 
 def _changed(layout: Layout) -> Iterator[Layout]:
     """Layouts that differ in one thing, and need less memory."""
-    if layout.recompute not in ("full", "planned"):
+    if layout.recompute != "full":
         yield replace(layout, recompute="full")
     if layout.state == "none":
         yield replace(layout, state="zero1")
