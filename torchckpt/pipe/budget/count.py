@@ -102,7 +102,7 @@ class Count:
         parameters = {stage.number: [x for owner in stage.modules for x in owner.parameters()] for stage in stages}
         self._gradient_bytes = gradient_bytes(parameters) if counts_blocks and not in_graph else {}
         self._live = [LiveBytes(device, looks) for device in devices]
-        self._watch, self._learn = watch, learn
+        self._watch, self._learn, self._in_graph = watch, learn, in_graph
         if looks:
             put_under_modes(watch)
         self._saved = {
@@ -188,6 +188,7 @@ class Count:
             yield
             if action.kind is Kind.FORWARD:
                 live.ends()  # what comes then, such as the loss, comes on top of what was kept
+                before = live if self._in_graph else before
         finally:
             self._watch.live = before
 
