@@ -81,6 +81,34 @@ def test_each_of_many_shapes_is_compiled(by_operators):
     assert len(call.plans) == 5
 
 
+def test_each_of_many_shapes_is_compiled_again_where_a_setting_has_changed(by_operators):
+    call = graph.rematerialize(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), engine="inductor")
+    precision = torch.get_float32_matmul_precision()
+    try:
+        with torch._dynamo.config.patch(recompile_limit=2, accumulated_recompile_limit=2):
+            for setting in ("highest", "high"):
+                torch.set_float32_matmul_precision(setting)
+                for batch in range(2, 7):
+                    call(torch.randn(batch, 8)).sum().backward()
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+@by_kernels
+def test_a_share_is_of_the_plan_that_has_room_for_kernels():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm, self.out = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = self.norm(self.conv(x)).relu()
+            return nn.functional.gelu(self.out(self.norm(x).relu().mean((2, 3)))).square().mean()
+
+    call = graph.rematerialize(Twice(), torch.randn(4, 3, 8, 8), budget="100%", engine="inductor")
+    assert call.plan.peak_bytes <= call.plan.budget_bytes
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo looks at it, of each input
 def test_each_of_many_layers_of_one_class_is_compiled(by_operators):
     model = nn.Sequential(*(Top(8, 8) for _ in range(5)))

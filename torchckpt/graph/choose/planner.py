@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping
+from functools import cached_property
 
 from torch import fx
 
@@ -60,7 +61,7 @@ class GraphPlanner:
     def __call__(self, joint: Joint) -> Schedule:
         flow, values = joint.flow, Values(joint)
         eager_peak_bytes = simulate(flow, flow.eager).peak_bytes + _RESERVED_BYTES
-        budget = self._shares.get(self.program)
+        budget = self._first_bytes
         if budget is None and self._budget is not None:
             budget = in_bytes(self._budget, eager_peak_bytes)
         with self.watch.planning(len(flow.operations)) as tell:
@@ -70,8 +71,13 @@ class GraphPlanner:
         if budget is not None and self.plan.peak_bytes > budget - _RESERVED_BYTES:
             raise self._infeasible(joint, budget)
         if budget is not None:
-            self._shares.setdefault(self.program, budget)
+            self._shares[self.program] = budget
         return schedule
+
+    @cached_property
+    def _first_bytes(self) -> int | None:
+        """What the share was of the first plan of the program, before those that this planner makes."""
+        return self._shares.get(self.program)
 
     def _schedule(self, values: Values, budget: int | None, tell: Callable[[str], None]) -> Schedule:
         flow = values.flow

@@ -18,7 +18,7 @@ from torchckpt.graph.private.trace import Boxed, Partition, RunBackward, backwar
 
 __all__ = [
     "break_of", "by_inductor", "by_operator", "compile_lock", "compiling_whole", "outer_frame", "outside_graph",
-    "refreshed",
+    "recompile_limit_hit", "refreshed",
 ]
 
 
@@ -39,6 +39,13 @@ def compiling_whole() -> AbstractContextManager[Any]:
 
     limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), sys.maxsize)
     return config.patch({"optimize_ddp": False, **limits})  # type: ignore[no-any-return]
+
+
+def recompile_limit_hit() -> type[Exception]:
+    """What Dynamo raises where a call would be compiled once more than the limit allows."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    return FailOnRecompileLimitHit
 
 
 def compile_lock() -> Any:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torchckpt.errors import CaptureError, Fault
 from torchckpt.graph.annotations import named_modules
 from torchckpt.graph.choose.planner import GraphPlanner
-from torchckpt.graph.private.dynamo import compiling_whole
+from torchckpt.graph.private.dynamo import compiling_whole, recompile_limit_hit
 from torchckpt.graph.progress import log_unread
 from torchckpt.graph.run.backend import Backend, version_of
 from torchckpt.graph.step.joint import Joint
@@ -99,7 +99,11 @@ class CompiledCall:
         self.planning_seconds = backend.planning_seconds
 
     def __call__(self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._run(*args, **kwargs)
+        try:
+            return self._run(*args, **kwargs)
+        except recompile_limit_hit():  # something else has changed that Dynamo looks at, as its own reset
+            with compiling_whole():
+                return self._run(*args, **kwargs)
 
 
 @contextmanager
