@@ -211,7 +211,7 @@ class Steps:
         step, self.step = self.step, None
         if step is None:
             return
-        if 0 < step.reached < step.marked and has_run_out(step.known, step.device):
+        if (step.is_in_backward or 0 < step.reached < step.marked) and has_run_out(step.known, step.device):
             ran_out(step.known)
         is_rest, self._is_rest = self._is_rest, False
         if step.is_unknown and not is_rest:
@@ -220,7 +220,7 @@ class Steps:
         for known in step.known if not (order or step.has_failed) else ():
             self._is_rest |= known.ended_early(step.calls)
         if ran is not None:
-            self._followed, ran.steps = ran, ran.steps + 1
+            self._followed, ran.steps = ran, ran.steps + (not step.has_failed)
         counter = step.uncounted()
         if counter is None:
             return
