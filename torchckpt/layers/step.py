@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchckpt.errors import BudgetInfeasible
 from torchckpt.layers.count import Counter
-from torchckpt.layers.known import Foreseen, KnownStep, ran_out
+from torchckpt.layers.known import Foreseen, KnownStep, KnownSteps
 from torchckpt.measuring.shapes import Shapes
 from torchckpt.planning import Kind
 from torchckpt.regions.core.frame import Frame
@@ -74,8 +74,8 @@ class Step:
     """Whether there were gradients before it."""
     agreed: frozenset[int] | None
     """The calls that all ranks keep; None where each keeps its own."""
-    check: Callable[[Sequence[KnownStep]], None]
-    """Raises the error of a step that is one of these, if none of them fits."""
+    every: KnownSteps
+    """All that are known of the model."""
     began: Sequence[KnownStep] = field(init=False)
     """Those that it might be when it began."""
     key: list[Shapes] = field(default_factory=list)
@@ -203,7 +203,7 @@ class Step:
     def checked(self, known: Sequence[KnownStep]) -> None:
         """Raise the error of a step that is one of these ``known`` ones, if none of them fits."""
         try:
-            self.check(known)
+            self.every.check(known)
         except BudgetInfeasible as error:
             self.failed(error)
             raise
@@ -249,7 +249,7 @@ class Step:
         """Note that a call or a replay has raised ``error``. Where memory ran out, raise one that says what to do."""
         self.has_raised, self.script = True, ()
         if isinstance(error, torch.OutOfMemoryError):
-            raise torch.OutOfMemoryError(f"{error}\n{CALLER}: {ran_out(self.known)}") from error
+            raise torch.OutOfMemoryError(f"{error}\n{CALLER}: {self.every.ran_out(self.known)}") from error
 
     @contextmanager
     def replaying(self, call: int, frame: Frame) -> Iterator[None]:
