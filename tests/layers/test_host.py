@@ -17,7 +17,7 @@ from torchckpt.layers import known
 from torchckpt.layers.away import Away, HostLink, best_away, with_away
 from torchckpt.layers.follow import Steps
 from torchckpt.layers.foretell import of_another_size
-from torchckpt.layers.known import KnownStep, KnownSteps, Limit, measured, ran_out
+from torchckpt.layers.known import KnownStep, KnownSteps, Limit, measured
 from torchckpt.layers.plan import LayersPlan, kept_within
 from torchckpt.layers.took import Call, Took
 from torchckpt.regions.moved.copies import copies_of
@@ -241,7 +241,7 @@ def test_a_plan_that_keeps_nothing_here_is_made_again_too():
     measured(exceeded, 20.0)
     assert (exceeded.plan, exceeded.share) == (None, 0.5)
     with pytest.warns(UserWarning, match="the next plan takes 90%"):
-        assert "budget=9 or less" in ran_out([out_of_memory])
+        assert "budget=9 or less" in KnownSteps(("0", "1"), Limit(10.0, None)).ran_out([out_of_memory])
     assert out_of_memory.plan is None
 
 

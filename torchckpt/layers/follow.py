@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from torchckpt.layers.count import Counter
-from torchckpt.layers.known import KnownStep, KnownSteps, has_run_out, measured, ran_out
+from torchckpt.layers.known import KnownStep, KnownSteps, has_run_out, measured
 from torchckpt.layers.plan import LayersPlan, Wish
 from torchckpt.layers.step import CALLER, MOST_CALLS, PLAIN, Step
 from torchckpt.measuring.remembered import SHOWN
@@ -180,7 +180,7 @@ class Steps:
         is_counted = is_learned or (len(known) == 1 and known[0].steps + 1 == shown)
         counter = self._counter(device) if is_counted else None
         has_gradients = is_learned and self._settings.has_gradients
-        self.step = Step(first, device, known, counter, is_learned, has_gradients, agreed, self._known.check)
+        self.step = Step(first, device, known, counter, is_learned, has_gradients, agreed, self._known)
         plan = known[0].plan if len(known) == 1 else None
         if plan is not None and plan.away:
             self.step.driven = Driven(
@@ -211,8 +211,8 @@ class Steps:
         step, self.step = self.step, None
         if step is None:
             return
-        if 0 < step.reached < step.marked and has_run_out(step.known, step.device):
-            ran_out(step.known)
+        if (step.is_in_backward or 0 < step.reached < step.marked) and has_run_out(step.known, step.device):
+            self._known.ran_out(step.known)
         is_rest, self._is_rest = self._is_rest, False
         if step.is_unknown and not is_rest:
             self._uncertain.setdefault(step.first, _Uncertain()).count_again(sum(known.steps for known in step.began))
@@ -220,7 +220,7 @@ class Steps:
         for known in step.known if not (order or step.has_failed) else ():
             self._is_rest |= known.ended_early(step.calls)
         if ran is not None:
-            self._followed, ran.steps = ran, ran.steps + 1
+            self._followed, ran.steps = ran, ran.steps + (not step.has_failed)
         counter = step.uncounted()
         if counter is None:
             return

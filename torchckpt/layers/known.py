@@ -27,7 +27,7 @@ from torchckpt.regions.live import allocator_of
 from torchckpt.regions.moved.copies import copies_of, goes_from
 from torchckpt.regions.saved import bytes_of
 
-__all__ = ["Foreseen", "KnownStep", "KnownSteps", "Limit", "Order", "has_run_out", "measured", "ran_out"]
+__all__ = ["Foreseen", "KnownStep", "KnownSteps", "Limit", "Order", "has_run_out", "measured"]
 
 Order: TypeAlias = tuple[tuple[int, int], ...]
 """The order in which backwards reach calls: each time, how many calls there had been, and which of them is reached."""
@@ -130,6 +130,17 @@ class KnownStep(Followed[LayersPlan]):
         return self.took.peak_bytes(range(len(self.took.calls)))
 
     @cached_property
+    def least_bytes(self) -> float:
+        """What it takes if everything is recomputed."""
+        return self.took.peak_bytes(())
+
+    @property
+    def takes_more(self) -> bool:
+        """Whether its plan takes more than it must, so that another one may take less."""
+        plan = self.plan
+        return plan is not None and bool(plan.not_recomputed) and plan.budget_bytes > self.least_bytes
+
+    @cached_property
     def digest(self) -> str:
         """A short text that other steps do not have."""
         return sha256(repr((self.key, sorted(self.tooks))).encode()).hexdigest()[:16]
@@ -213,7 +224,7 @@ class KnownSteps:
         most = self._limit.bytes(most_bytes, before_bytes)
         for step in steps:
             self._steps.move_to_end(step.key)
-            limit_bytes = most * step.share
+            limit_bytes = most if step.share == 1.0 else max(most * step.share, min(most, step.least_bytes))
             near = 1.0 if step.exceeds else math.inf if self._limit.device_memory is not None else NEAR
             has_more = limit_bytes > near * step.limit_bytes
             has_less = step.plan is not None and limit_bytes < min(step.limit_bytes, step.plan.peak_bytes)
@@ -248,8 +259,36 @@ class KnownSteps:
         """Raise a BudgetInfeasible if none of these fits, of which one is running. Ranks agree before they begin."""
         plans = [step.plan for step in steps if step.plan is not None and step.exceeds]
         if plans and len(plans) == len(steps):
-            needed = max(step.took.peak_bytes(()) for step in self._steps.values())
-            raise self._limit.too_small(max(plans, key=attrgetter("peak_bytes")), needed_bytes=needed)
+            raise self._limit.too_small(max(plans, key=attrgetter("peak_bytes")), needed_bytes=self._needed_bytes)
+
+    @property
+    def _needed_bytes(self) -> float:
+        """What all steps need that are known."""
+        return max((step.least_bytes for step in self._steps.values()), default=0.0)
+
+    def ran_out(self, steps: Iterable[KnownStep]) -> str:
+        """After the device was out of memory in a step that is one of these: have their next plans take less.
+
+        Returns:
+            What to say of it.
+        """
+        planned = [step for step in steps if step.takes_more]
+        others = "smaller batches, or more layers"
+        if not planned:
+            return f"the step recomputes every chosen layer, or takes no more than that\n  works:    {others}"
+        given, least = min((step.plan.budget_bytes, step.least_bytes) for step in planned if step.plan)
+        for step in planned:
+            step.plan_less(LESS)
+        share, needed = max(LESS, least / given), max(self._needed_bytes, least)
+        warnings.warn(
+            f"{_CALLER}: the device was out of memory in a planned step, so the next plan takes {share:.0%} of its "
+            "budget",
+            stacklevel=2,
+        )
+        works = f"budget={whole(LESS * given)} or less, but at least {enough(needed)}"
+        if LESS * given < needed:
+            works = f"budget={enough(needed)}, {others}" if needed < given else others
+        return f"a planned step takes more than the device has left\n  works:    {works}"
 
     def too_small(self, rank: int, wish: Wish, kept: frozenset[int]) -> BudgetInfeasible:
         """The error for the budget of ``rank``, which is too small."""
@@ -334,27 +373,8 @@ def measured(step: KnownStep, peak_bytes: float) -> None:
     if step.plan is None:
         return
     step.plan = replace(step.plan, measured_peak_bytes=peak_bytes)
-    if step.plan.not_recomputed:
+    if step.takes_more:
         step.took_bytes([peak_bytes], [step.plan.budget_bytes])
-
-
-def ran_out(steps: Iterable[KnownStep]) -> str:
-    """After the device was out of memory in a step that is one of these: have their next plans take less.
-
-    Returns:
-        What to say of it.
-    """
-    planned = [step for step in steps if step.plan is not None and step.plan.not_recomputed]
-    if not planned:
-        return "the step recomputes every chosen layer\n  works:    smaller batches, or more layers"
-    least = min(step.plan.budget_bytes for step in planned if step.plan)
-    for step in planned:
-        step.plan_less(LESS)
-    warnings.warn(
-        f"{_CALLER}: the device was out of memory in a planned step, so the next plan takes {LESS:.0%} of its budget",
-        stacklevel=2,
-    )
-    return f"a planned step takes more than the device has left\n  works:    budget={whole(least * LESS)} or less"
 
 
 def has_run_out(steps: Iterable[KnownStep], device: torch.device) -> bool:

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from torchckpt.errors import BudgetInfeasible
 from torchckpt.layers.count import Counter
-from torchckpt.layers.known import Foreseen, KnownStep, ran_out
+from torchckpt.layers.known import Foreseen, KnownStep, KnownSteps
 from torchckpt.measuring.shapes import Shapes
 from torchckpt.planning import Kind
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.moved.driven import Driven
 from torchckpt.regions.moved.region import Moved
-from torchckpt.regions.private import keep_from_dynamo
+from torchckpt.regions.private import after_backward, keep_from_dynamo, running_node
 from torchckpt.tensors import tensors_in
 from torchckpt.typing import Function
 
@@ -46,6 +46,9 @@ class Mark:
 
     def __call__(self, _: object) -> None:
         is_first = not self._step.order
+        if not (self._step.is_in_backward or torch.compiler.is_dynamo_compiling()):  # for compiled autograd
+            self._step.is_in_backward = True
+            after_backward(self._step.backward_ended)
         if len(self._step.order) < _MOST_REACHED:
             self._step.order.append((self._step.calls, self._call))
         self._step.reached += not self.is_reached
@@ -71,8 +74,8 @@ class Step:
     """Whether there were gradients before it."""
     agreed: frozenset[int] | None
     """The calls that all ranks keep; None where each keeps its own."""
-    check: Callable[[Sequence[KnownStep]], None]
-    """Raises the error of a step that is one of these, if none of them fits."""
+    every: KnownSteps
+    """All that are known of the model."""
     began: Sequence[KnownStep] = field(init=False)
     """Those that it might be when it began."""
     key: list[Shapes] = field(default_factory=list)
@@ -92,8 +95,10 @@ class Step:
     """Whether a call takes or returns an object whose tensors are not seen."""
     is_in_kept: bool = False
     """Whether a call that is kept runs now. A call inside of it is a part of it."""
-    has_failed: bool = False
-    """Whether a call or a replay has raised an error, which may keep the graph alive for as long as it is shown."""
+    has_raised: bool = False
+    """Whether a call or a replay has raised an error."""
+    is_in_backward: bool = False
+    """Whether a backward that has reached a mark has not ended. One that raises an error never does."""
     is_other: bool = False
     """Whether it began like a known step, and went on otherwise."""
     script: Sequence[Foreseen | None] = ()
@@ -104,6 +109,13 @@ class Step:
 
     def __post_init__(self) -> None:
         self.began = self.known
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a call, a replay or a backward has raised an error, which may keep the graph alive for as long as it
+        is shown."""
+        is_cut = self.is_in_backward and self.thread == threading.get_ident() and running_node() is None
+        return self.has_raised or is_cut
 
     @property
     def is_alive(self) -> bool:
@@ -191,7 +203,7 @@ class Step:
     def checked(self, known: Sequence[KnownStep]) -> None:
         """Raise the error of a step that is one of these ``known`` ones, if none of them fits."""
         try:
-            self.check(known)
+            self.every.check(known)
         except BudgetInfeasible as error:
             self.failed(error)
             raise
@@ -200,6 +212,10 @@ class Step:
         """The first backward begins, which shows that the step is none of those that are longer."""
         if self.agreed is None:
             self.checked([step for step in self.known if step.turns_at(self.calls)])
+
+    def backward_ended(self) -> None:
+        """A backward has ended without an error."""
+        self.is_in_backward = False
 
     def goes_back(self, call: int, is_kept: bool) -> None:
         """A backward reaches ``call``."""
@@ -231,9 +247,9 @@ class Step:
 
     def failed(self, error: BaseException) -> None:
         """Note that a call or a replay has raised ``error``. Where memory ran out, raise one that says what to do."""
-        self.has_failed, self.script = True, ()
+        self.has_raised, self.script = True, ()
         if isinstance(error, torch.OutOfMemoryError):
-            raise torch.OutOfMemoryError(f"{error}\n{CALLER}: {ran_out(self.known)}") from error
+            raise torch.OutOfMemoryError(f"{error}\n{CALLER}: {self.every.ran_out(self.known)}") from error
 
     @contextmanager
     def replaying(self, call: int, frame: Frame) -> Iterator[None]:
