@@ -15,7 +15,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from torchckpt.errors import Fault, called, check, kind, raise_fault
-from torchckpt.modules import module_of, name_of
+from torchckpt.modules import is_module, module_of, name_of
 from torchckpt.regions.core.checkpointing import checkpoint
 from torchckpt.regions.core.frame import observers
 from torchckpt.regions.devices import accelerators_among
@@ -225,8 +225,9 @@ def _buffers_of(modules: Iterable[nn.Module]) -> list[tuple[str, nn.Module, str,
 
 def _generators_of(function: object, modules: Iterable[nn.Module], arguments: object) -> list[torch.Generator]:
     """The generators among the arguments, those of a partial function too, and among the attributes of all modules."""
-    given = tree_leaves((arguments, getattr(function, "args", ()), getattr(function, "keywords", {})))
-    owners = [value for value in (module_of(function), *modules, *given) if isinstance(value, nn.Module)]
+    bound = (function.args, function.keywords) if isinstance(function, functools.partial) else ()
+    given = tree_leaves((arguments, bound))
+    owners = filter(is_module, (module_of(function), *modules, *given))
     return generators_among([*given, *(inner for owner in owners for inner in owner.modules())])
 
 
