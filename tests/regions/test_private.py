@@ -153,14 +153,13 @@ def bytes_now():
 
 def use_count():
     x = torch.zeros(3)
-    address = x.untyped_storage()._cdata
-    assert private.use_count(address) == 1
+    assert private.use_count(x) == private.use_count(StorageWeakRef(x.untyped_storage())) == 1
     aliases = [x[1:], x.detach(), x.view(1, 3)]
     storage = x.untyped_storage()  # does not count
-    assert private.use_count(address) == 1 + len(aliases)
+    assert private.use_count(x) == 1 + len(aliases)
     reference = StorageWeakRef(storage)
     del aliases
-    assert private.use_count(address) == 1
+    assert private.use_count(x) == 1
     del x, storage
     assert reference.expired()
 

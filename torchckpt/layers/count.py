@@ -136,7 +136,7 @@ class Counter:
         """A context around the forward of a call."""
         self._watch.live = self._live
         dead = [item for tensor, sizes in self._inputs if alive(tensor) is None for item in sizes.items()]
-        self._unsaved[call - 1] = {key: size for key, size in dead if use_count(key.cdata) == 1}
+        self._unsaved[call - 1] = {key: size for key, size in dead if use_count(key) == 1}
         sizes = {tensor: storage_of(tensor) for tensor in tensors_in(arguments)}
         new = {key: size for each in sizes.values() for key, size in each.items() if key not in self._claimed}
         self._inputs = [(weakref.ref(tensor), each) for tensor, each in sizes.items() if each.keys() <= new.keys()]

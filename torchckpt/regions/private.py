@@ -136,9 +136,10 @@ def storage_key(tensor: Tensor) -> int | None:
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
 
 
-def use_count(address: int) -> int:
-    """How many tensors hold the storage at an address. No public form: torch counts so for its graphs of CUDA
+def use_count(held: Tensor | StorageWeakRef) -> int:
+    """How many tensors hold a storage, or that of a tensor. No public form: torch counts so for its graphs of CUDA
     (torch/_inductor/cudagraph_trees.py), and counts its own look, too."""
+    address = held.untyped_storage()._cdata if isinstance(held, Tensor) else held.cdata
     return int(_storage_Use_Count(address)) - 1
 
 

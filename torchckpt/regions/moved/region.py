@@ -196,7 +196,7 @@ class Moved:
         copies = copies_of(part.device)
         storage = copies.known(part)
         if storage is None:
-            if use_count(part.untyped_storage()._cdata) > len(places) and not (is_input or is_output):
+            if use_count(part) > len(places) and not (is_input or is_output):
                 return
             streams = dict.fromkeys(slot.stream for slot, _ in places if slot.stream is not None)
             storage = copies.bytes_of(part, streams)
@@ -230,7 +230,7 @@ def _slots_of(storage: Bytes) -> list[MovedSlot]:
 def _stays(storage: Bytes, may_be_held: bool = False) -> bool:
     """Whether somebody has changed it; or holds it, so that nothing would be freed."""
     slots = _slots_of(storage)
-    is_held = use_count(storage.memory.untyped_storage()._cdata) > len(slots) + 1
+    is_held = use_count(storage.memory) > len(slots) + 1
     return storage.is_resized or any(slot.is_changed for slot in slots) or (is_held and not may_be_held)
 
 
