@@ -46,7 +46,7 @@ class CountingScope(Scope):
     ) -> tuple[Any, Frame | None]:
         if self._bytes.is_in_region:
             return super().run(function, args, kwargs, options)
-        with self._bytes.region():
+        with self._bytes.region((args, kwargs)):
             return super().run(function, args, kwargs, options)
 
     @contextmanager

@@ -238,7 +238,7 @@ class _CountedFrame(Frame):
         self._saved = saved
 
     def forward(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self._saved.region():
+        with self._saved.region((args, kwargs)):
             return super().forward(function, args, kwargs)
 
 
