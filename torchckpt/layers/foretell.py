@@ -11,8 +11,8 @@ from torchckpt.layers.took import FIRST_BYTES, Call, Key, Took
 __all__ = ["of_another_size"]
 
 _TOLERANCE = 0.001
-"""The share of an amount by which a parabola through the origin may be above the straight line, where it is foretold.
-Amounts between the two sizes are below that line; then the line alone may miss the origin by as much."""
+"""An amount is foretold by the straight line through the two that were counted. Beyond them, a parabola through both
+and the origin may be above it by this share of the amount. Between them, the line may miss the origin by as much."""
 _LEAST_SECONDS = 0.5
 """Seconds differ from step to step: those that are foretold are at least this share of the fewest that were seen."""
 _FARTHEST = 2

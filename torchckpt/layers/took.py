@@ -46,7 +46,7 @@ class Call(NamedTuple):
     shared_bytes: float = 0.0
     """What of ``cached_bytes`` every call of the layer before it holds as well, if it is kept."""
     late_most: float = 0.0
-    """The most bytes while the calls up to this one are alive, none of them runs, and nobody holds what was cached."""
+    """The most bytes while no call runs, those up to this one wait for their backward, and nothing is cached."""
 
 
 class Took(NamedTuple):
