@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from torchckpt.distributed.message import read, written
+from torchckpt.distributed.meeting import read, written
 from torchckpt.errors import ArgumentError, BudgetInfeasible, ScheduleError
 from torchckpt.planning import Action, Block, Kind, Stage, fixed, one_f_one_b
 from torchckpt.planning.plan import plan_pipeline

@@ -13,7 +13,7 @@ from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.core.scope import AroundRegion, Scope
 from torchckpt.regions.live import LiveStorages
-from torchckpt.regions.moved.driven import Driven
+from torchckpt.regions.moved.order import Driven
 from torchckpt.regions.moved.region import Moved
 from torchckpt.tensors import tensors_in
 from torchckpt.typing import Function

@@ -34,8 +34,8 @@ from torchckpt.distributed.record import Gathered
 from torchckpt.errors import CheckpointError, ScheduleError, without_traceback
 from torchckpt.measuring.link import MeasuredLink, measured_link
 from torchckpt.measuring.live import LiveBytes
-from torchckpt.measuring.shapes import Shapes, shapes_of
-from torchckpt.measuring.signature import Settings, Signature
+from torchckpt.measuring.record import with_seconds
+from torchckpt.measuring.shapes import Settings, Shapes, Signature, shapes_of
 from torchckpt.modules import is_compiled
 from torchckpt.planning import Action, Choice, Kind, Schedule, State, Timeline
 from torchckpt.planning.budget import Bytes
@@ -299,12 +299,12 @@ class RecomputeWithin(RecomputeAhead):
         """The phase of the plan for the budget. Collective: all processes of the job make it."""
         replays = self._record.replay_seconds()
         for stage, counted in self._counted.items():
-            seconds, going = replays.get(stage, {}), self._going.get(stage)
-            blocks = [replace(x, recompute_seconds=seconds.get(n, 0.0)) for n, x in enumerate(counted.blocks)]
+            timed, going = with_seconds(counted, replays.get(stage, {})), self._going.get(stage)
             if going is not None:
-                sent = [float(sum(each.values())) for each in going]
-                blocks = [replace(x, moved_bytes=min(amount, x.saved_bytes)) for x, amount in zip(blocks, sent)]
-            self._counted[stage] = replace(counted, blocks=tuple(blocks))
+                sent = (float(sum(each.values())) for each in going)
+                moved = (replace(x, moved_bytes=min(amount, x.saved_bytes)) for x, amount in zip(timed.blocks, sent))
+                timed = replace(timed, blocks=tuple(moved))
+            self._counted[stage] = timed
         with together("make a plan of the measured steps"), self._record.device_current():
             measured = self._before = self._gathered(None)
             link = None if phase.host_bytes is None else self._measured_link(phase.host_bytes[self.rank])

@@ -36,7 +36,7 @@ from torchckpt.planning import Kind
 from torchckpt.regions.core.checkpointing import refuse_transforms, run
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.flags import local
-from torchckpt.regions.moved.driven import Driven
+from torchckpt.regions.moved.order import Driven
 from torchckpt.regions.private import hooks_in_force, is_exporting, keep_from_dynamo, running_node
 from torchckpt.regions.wrap.mixin import COMPILED
 from torchckpt.tensors import hides_tensors, tensors_in

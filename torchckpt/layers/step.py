@@ -19,7 +19,7 @@ from torchckpt.measuring.shapes import Shapes
 from torchckpt.planning import Kind
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import Options
-from torchckpt.regions.moved.driven import Driven
+from torchckpt.regions.moved.order import Driven
 from torchckpt.regions.moved.region import Moved
 from torchckpt.regions.private import after_backward, keep_from_dynamo, running_node
 from torchckpt.tensors import tensors_in

@@ -1,9 +1,10 @@
-"""Saved: the bytes that one visit of a stage saves, by region."""
+"""Saved: the bytes that one visit of a stage saves, by region; a frame and a scope that have them counted."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -11,10 +12,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchckpt.planning import Stage, fixed
 from torchckpt.regions.core.frame import Frame
+from torchckpt.regions.core.options import Options
+from torchckpt.regions.core.scope import AroundRegion, Keep, Scope
 from torchckpt.regions.private import keep_from_dynamo, look_through
 from torchckpt.regions.saved import storage_of
+from torchckpt.typing import Function
 
-__all__ = ["RegionBytes"]
+__all__ = ["CountingScope", "RegionBytes"]
 
 
 class RegionBytes:
@@ -28,7 +32,7 @@ class RegionBytes:
     """
 
     def __init__(self, modules: Iterable[nn.Module], is_new: Callable[[StorageWeakRef], bool]) -> None:
-        self._modules, self._is_new, self.is_in_region = tuple(modules), is_new, False
+        self._modules, self._is_new, self._is_in_region = tuple(modules), is_new, False
         self._before_bytes = self._after_bytes = 0.0  # outside of regions
         self._boundary_bytes: list[float] = []  # by region, what stays if it is recomputed
         self._inner_bytes: list[float] = []  # by region, what stays beside that if it is kept
@@ -53,13 +57,17 @@ class RegionBytes:
     @contextmanager
     def region(self) -> Iterator[None]:
         """A context around the forward of a region."""
-        self.is_in_region = True
+        self._is_in_region = True
         self._boundary_bytes.append(0.0)
         self._inner_bytes.append(0.0)
         try:
             yield
         finally:
-            self.is_in_region = False
+            self._is_in_region = False
+
+    def frame(self, options: Options) -> Frame:
+        """A frame for the next region."""
+        return _CountedFrame(options, self)
 
     def replayed(self, region: int, frame: Frame) -> None:
         """Count the saved tensors of a region. Call it right after the replay."""
@@ -69,7 +77,7 @@ class RegionBytes:
     def _pack(self, tensor: Tensor) -> Tensor:
         whole = tensor if tensor._base is None else tensor._base
         claimed_bytes = 0.0 if isinstance(whole, nn.Parameter) else self._claimed([tensor])
-        if self.is_in_region:  # a region's forward saves only its boundary
+        if self._is_in_region:  # a region's forward saves only its boundary
             self._boundary_bytes[-1] += claimed_bytes
         elif not self._boundary_bytes:
             self._before_bytes += claimed_bytes
@@ -90,6 +98,39 @@ class RegionBytes:
                     self._seen.add(storage)
                     total += size
         return float(total)
+
+
+class _CountedFrame(Frame):
+    def __init__(self, options: Options, saved: RegionBytes) -> None:
+        super().__init__(options)
+        self._saved = saved
+
+    def forward(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._saved.region():
+            return super().forward(function, args, kwargs)
+
+
+class CountingScope(Scope):
+    """A scope that has the bytes counted that one forward saves, and later the replays of its regions.
+
+    Args:
+        saved: counts them. Its ``replayed()`` is to be called right after each replay.
+    """
+
+    def __init__(self, keep: Keep, around: AroundRegion, saved: RegionBytes) -> None:
+        super().__init__(keep, around)
+        self.saved, self.frame = saved, saved.frame
+
+    @property
+    def stage(self) -> Stage:
+        """The bytes of the stage, without seconds. A stage that keeps its activations is one block."""
+        stage = self.saved.stage
+        return Stage((replace(fixed(), saved_bytes=stage.saved_bytes),)) if self.keep else stage
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        with super().entered(), self.saved.counted():
+            yield
 
 
 keep_from_dynamo(RegionBytes._pack)

@@ -11,9 +11,8 @@ from torch import nn
 from tests.pipe.budget.models import Wide
 from tests.slow import slow
 from torchckpt import BudgetInfeasible
-from torchckpt.pipe.budget.blocks import blocks_of
 from torchckpt.pipe.budget.count import Counted
-from torchckpt.pipe.budget.plan import fit, graph_order, placement_of, planned_order, step_order
+from torchckpt.pipe.budget.plan import blocks_of, fit, graph_order, placement_of, planned_order, step_order
 from torchckpt.pipe.partition import ChangedInputs, Layer, Stage
 from torchckpt.planning import Block, Choice, Kind, Link, with_recompute
 from torchckpt.planning import Stage as Work

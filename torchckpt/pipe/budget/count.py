@@ -6,16 +6,15 @@ that is under all others of the thread while the step lasts: each counts for the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from torchckpt.measuring.live import LiveBytes, Watch
-from torchckpt.measuring.record import Record
+from torchckpt.measuring.record import Record, with_seconds
 from torchckpt.measuring.saved import RegionBytes
 from torchckpt.modules import is_compiled
 from torchckpt.pipe.partition import Stage
@@ -29,7 +28,6 @@ from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.private import after_backward, put_under_modes
 from torchckpt.tensors import gradient_bytes
-from torchckpt.typing import Function
 
 __all__ = ["Count", "Counted"]
 
@@ -133,7 +131,7 @@ class Count:
     def frame(self, visit: Visit, block: int, options: Options) -> Frame:
         """The frame for a block of a visit."""
         saved = self._saved.get(visit[0]) if visit[1] == _COUNTED else None
-        frame = Frame(options) if saved is None else _CountedFrame(options, saved)
+        frame = Frame(options) if saved is None else saved.frame(options)
         frame.around = partial(self._replaying, visit, block)
         return frame
 
@@ -161,9 +159,9 @@ class Count:
         for record in self._records:
             record.end()
         levels = [with_gradients(live.levels, self._gradient_bytes) for live in self._live]
-        blocks = tuple(self._saved[stage.number].stage for stage in self._stages) if self._saved else ()
         seconds = {stage: replays for record in self._records for stage, replays in record.replay_seconds().items()}
-        self._learn(Counted(_timed(blocks, seconds), [record.spans()[-1] for record in self._records], levels))
+        blocks = (with_seconds(saved.stage, seconds.get(stage, {})) for stage, saved in self._saved.items())
+        self._learn(Counted(tuple(blocks), [record.spans()[-1] for record in self._records], levels))
 
     # how ------------------------------------------------------------------------------------------------------------
 
@@ -230,26 +228,6 @@ class Count:
         self._watch.live = None
         if not self._awaited and not self._is_done:
             self.finish()
-
-
-class _CountedFrame(Frame):
-    def __init__(self, options: Options, saved: RegionBytes) -> None:
-        super().__init__(options)
-        self._saved = saved
-
-    def forward(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self._saved.region():
-            return super().forward(function, args, kwargs)
-
-
-def _timed(stages: Sequence[Work], seconds: Mapping[int, Mapping[int, float]]) -> tuple[Work, ...]:
-    """``stages``, with the seconds of the replays of their blocks."""
-    return tuple(
-        replace(work, blocks=tuple(
-            replace(block, recompute_seconds=seconds.get(stage, {}).get(n, 0.0)) for n, block in enumerate(work.blocks)
-        ))
-        for stage, work in enumerate(stages)
-    )
 
 
 def _last_nodes(first: Sequence[Any], before: set[Any]) -> list[Any]:

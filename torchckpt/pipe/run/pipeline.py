@@ -42,8 +42,7 @@ from torchckpt.pipe.microbatch import MicroBatch
 from torchckpt.pipe.partition import Stage
 from torchckpt.pipe.run.lane import Edges, Lane, before
 from torchckpt.pipe.run.links import Place, copy, wait
-from torchckpt.pipe.run.regions import Part, Regions
-from torchckpt.pipe.run.visit import InFlight, of_caller, visit
+from torchckpt.pipe.run.visit import InFlight, Part, Regions, of_caller, visit
 from torchckpt.pipe.run.worker import RunTasks, in_caller, is_bound_to_caller, keep_workers, workers
 from torchckpt.planning import Action, Kind
 from torchckpt.regions.core.frame import Frame

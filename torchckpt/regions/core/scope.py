@@ -36,6 +36,8 @@ class Scope:
         self.keep = keep
         self.around = around
         """A context entered around each replay of a collected frame. Gets the region number and the frame."""
+        self.frame: Callable[[Options], Frame] = Frame
+        """Makes the frame of an outermost region."""
         self.frames: list[Frame] = []
         self.numbers: list[int] = []
         """The region numbers of ``frames``, in the same order."""
@@ -64,7 +66,7 @@ class Scope:
         if self.keep if isinstance(self.keep, bool) else number in self.keep:
             outputs = self._kept(function, args, kwargs)
         else:
-            collected = Frame(options)
+            collected = self.frame(options)
             outputs = collected.forward(function, args, kwargs)
             collected.around = None if self.around is None else partial(self.around, number)
             self.frames.append(collected)
