@@ -9,8 +9,6 @@ from typing import Any, TypeAlias
 from torchckpt.planning import Action, Choice
 from torchckpt.planning.order.schedule import BACKWARDS, Kind, Visit
 from torchckpt.planning.plan import PipelinePlan
-from torchckpt.regions.core.frame import Frame
-from torchckpt.regions.core.options import Options
 from torchckpt.regions.core.scope import AroundRegion, Scope
 from torchckpt.regions.live import LiveStorages
 from torchckpt.regions.moved.order import Driven
@@ -81,15 +79,12 @@ class BoundaryScope(Scope):
         with self._driven.entered(), super().entered():
             yield
 
-    def run(
-        self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
-    ) -> tuple[Any, Frame | None]:
-        number = self.regions
-        if number in self._away and self.is_outermost:
-            region = Moved(going=self._going[number])
-            self._driven.moves((*self._actions[0].visit, number), region)
-            function = partial(_moved, region, function)
-        return super().run(function, args, kwargs, options)
+    def wrapped(self, number: int, function: Function) -> Function:
+        if number not in self._away:
+            return function
+        region = Moved(going=self._going[number])
+        self._driven.moves((*self._actions[0].visit, number), region)
+        return partial(_moved, region, function)
 
     def _tell(self, number: int, outputs: Any) -> None:
         """Tell of the end of a region, and of the begin of its backward."""
@@ -126,13 +121,9 @@ class AllMoved(Scope):
         self.rises: list[int] = []
         """By region, the most bytes of its forward above those that it left."""
 
-    def run(
-        self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
-    ) -> tuple[Any, Frame | None]:
-        if self.is_outermost:
-            self._moving.append(Moved())
-            function = partial(self._forward, self._moving[-1], function)
-        return super().run(function, args, kwargs, options)
+    def wrapped(self, number: int, function: Function) -> Function:
+        self._moving.append(Moved())
+        return partial(self._forward, self._moving[-1], function)
 
     def _forward(self, region: Moved, function: Function, *args: Any, **kwargs: Any) -> Any:
         with nullcontext() if self._live.allocator else self._live.watching():

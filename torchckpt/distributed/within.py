@@ -121,15 +121,18 @@ class RecomputeWithin(RecomputeAhead):
         """
         copies = copies_of(self._record.device)
         with self._record.device_current():
-            by_rank = dict(all_gather((self.rank, (copies.waited_seconds(), copies.arena.peak_bytes)), self._group))
-        waited, peaks = zip(*(by_rank[rank] for rank in range(self.pp_group_size)))
+            mine = copies.waited_seconds(), copies.arena.peak_bytes
+        waited, peaks = zip(*self._told_by_ranks(mine))
         return waited, peaks
+
+    def _told_by_ranks(self, mine: object) -> list[Any]:
+        with self._record.device_current():
+            by_rank = dict(all_gather((self.rank, mine), self._group))
+        return [by_rank[rank] for rank in range(self.pp_group_size)]
 
     def _planned_timeline(self, phase: Following, measured: Gathered) -> tuple[Timeline, bool]:
         """The last step, and whether its memory is what a step was measured to take. Collective."""
-        with self._record.device_current():
-            by_rank = dict(all_gather((self.rank, phase.levels), self._group))
-        levels = [by_rank.get(rank, {}) for rank in range(self.pp_group_size)]
+        levels = self._told_by_ranks(phase.levels)
         step = replace(phase.plan.step, links=measured.step.links)
         timeline = measured_timeline(step, measured.spans[-1], in_bytes=True)
         return (with_levels(timeline, levels), True) if all(levels) else (timeline, False)

@@ -26,9 +26,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from torchckpt.layers.count import Counter
-from torchckpt.layers.known import KnownStep, KnownSteps, has_run_out, measured
+from torchckpt.layers.known import CALLER, KnownStep, KnownSteps, has_run_out, measured
 from torchckpt.layers.plan import LayersPlan, Wish
-from torchckpt.layers.step import CALLER, MOST_CALLS, PLAIN, Step
+from torchckpt.layers.step import MOST_CALLS, PLAIN, Step
 from torchckpt.measuring.remembered import SHOWN
 from torchckpt.measuring.shapes import ModelSettings, Shapes, shapes_of
 from torchckpt.modules import is_compiled

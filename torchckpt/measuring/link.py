@@ -37,7 +37,7 @@ def measured_link(device: torch.device, size: int, meet: Meeting) -> MeasuredLin
         device: an accelerator.
         size: the bytes that it may take here and on the host, such as those of the largest region.
         meet: called before each round: a barrier, so that all devices which share a link copy at the same time. At
-            first with the error of a device that has no memory for it, which it raises: else others would wait.
+            first with the error of a device that has no memory for it, which it may raise on all: others would wait.
     """
     size = min(max(size // 3, _LEAST_BYTES), _MOST_BYTES)
     arena, failure = copies_of(device).arena, None
@@ -49,6 +49,8 @@ def measured_link(device: torch.device, size: int, meet: Meeting) -> MeasuredLin
         except (CheckpointError, torch.OutOfMemoryError) as error:
             failure = _failure(device, size, error)
         meet(failure)
+        if failure is not None:
+            raise without_traceback(failure)
         return _measured(device, here, [piece.bytes[:size] for piece in pieces], meet)
     finally:
         for piece in pieces:
@@ -56,14 +58,14 @@ def measured_link(device: torch.device, size: int, meet: Meeting) -> MeasuredLin
 
 
 def _measured(device: torch.device, here: Sequence[Tensor], host: Sequence[Tensor], meet: Meeting) -> MeasuredLink:
-    (out, back), clock, size, rounds = copies_of(device).engines, Clock(device), host[0].numel(), []
+    copies, clock, size, rounds = copies_of(device), Clock(device), host[0].numel(), []
     for _ in range(_ROUNDS):
         torch.accelerator.synchronize(device)
         meet(None)
         alone = _timed(clock, None, here[2], here[2])
         torch.accelerator.synchronize(device)
         rounds.append([
-            _timed(clock, out, host[0], here[0]), _timed(clock, back, here[1], host[1]),
+            _timed(clock, copies.out, host[0], here[0]), _timed(clock, copies.back, here[1], host[1]),
             _timed(clock, None, here[2], here[2]), alone,
         ])
     seconds = clock.reader()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from torchckpt.planning.step.memory import Level
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.private import after_backward, put_under_modes
-from torchckpt.tensors import gradient_bytes
+from torchckpt.tensors import gradient_bytes, nodes_behind
 
 __all__ = ["Count", "Counted"]
 
@@ -118,8 +118,9 @@ class Count:
     @contextmanager
     def acting(self, action: Action) -> Iterator[None]:
         """A context around an action."""
-        record = self._records[self._placement[action.stage]]
-        with self._watched(action), self._saving(action):
+        record, saved = self._records[self._placement[action.stage]], self._saved.get(action.stage)
+        is_counted = saved is not None and action.kind is Kind.FORWARD and action.micro_batch == _COUNTED
+        with self._watched(action), saved.counted() if saved and is_counted else nullcontext():
             start = record.awaits()
             if action.kind is Kind.RECOMPUTE:
                 with record.recomputing(action):
@@ -164,10 +165,6 @@ class Count:
         self._learn(Counted(tuple(blocks), [record.spans()[-1] for record in self._records], levels))
 
     # how ------------------------------------------------------------------------------------------------------------
-
-    def _saving(self, action: Action) -> AbstractContextManager[None]:
-        is_counted = action.kind is Kind.FORWARD and action.micro_batch == _COUNTED and action.stage in self._saved
-        return self._saved[action.stage].counted() if is_counted else nullcontext()
 
     @contextmanager
     def _replaying(self, visit: Visit, block: int, frame: Frame) -> Iterator[None]:
@@ -232,12 +229,9 @@ class Count:
 
 def _last_nodes(first: Sequence[Any], before: set[Any]) -> list[Any]:
     """The nodes of a visit that run last in its backward: behind them are its inputs and parameters alone."""
-    last, seen, stack = [], set(first), list(first)
-    while stack:
-        node = stack.pop()
-        behind = [one for one, _ in node.next_functions if one is not None and one not in before and one.next_functions]
-        if not behind:
-            last.append(node)
-        stack += [one for one in dict.fromkeys(behind) if one not in seen]
-        seen.update(behind)
-    return last
+
+    def counts(node: Any) -> bool:
+        return node not in before and bool(node.next_functions)
+
+    nodes = nodes_behind(first, counts)
+    return [node for node in nodes if not any(one is not None and counts(one) for one, _ in node.next_functions)]

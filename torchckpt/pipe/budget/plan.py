@@ -15,7 +15,7 @@ from torchckpt.errors import BudgetInfeasible
 from torchckpt.pipe.budget.count import Counted
 from torchckpt.pipe.partition import ChangedInputs, Stage
 from torchckpt.pipe.run.pipeline import clock_cycles
-from torchckpt.pipe.run.step import Order, one_ahead, with_replays
+from torchckpt.pipe.run.step import Order, one_ahead
 from torchckpt.planning import Action, Choice, Kind, Link, Schedule, arrival, with_recompute
 from torchckpt.planning.budget import Bytes
 from torchckpt.planning.plan import PipelinePlan
@@ -27,7 +27,7 @@ from torchckpt.planning.step.measured import measured_step
 from torchckpt.planning.step.memory import Level
 from torchckpt.planning.step.simulated import Step
 
-__all__ = ["blocks_of", "fit", "graph_order", "parts_of", "placement_of", "planned_order", "step_order"]
+__all__ = ["blocks_of", "fit", "graph_order", "parts_of", "placement_of", "step_order"]
 
 
 def placement_of(stages: Sequence[Stage]) -> tuple[int, ...]:
@@ -54,11 +54,6 @@ def graph_order(placement: tuple[int, ...], m: int) -> Order:
 def _by_rank(name: str, launched: Sequence[Action], placement: tuple[int, ...], m: int) -> Order:
     orders = (tuple(one for one in launched if placement[one.stage] == rank) for rank in range(max(placement) + 1))
     return Order(Schedule(name, tuple(orders), placement, m), launched)
-
-
-def planned_order(order: Order, plan: PipelinePlan) -> Order:
-    """``order`` with the recomputes of ``plan``."""
-    return Order(plan.schedule, with_replays(order.launched, plan.schedule))
 
 
 def fit(order: Schedule, counted: Counted, budget: Bytes, lookahead: int | None) -> Fitted:

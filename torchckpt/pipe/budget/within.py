@@ -23,10 +23,10 @@ from torchckpt.measuring.live import Watch
 from torchckpt.measuring.remembered import LESS, SHOWN, Followed, Remembered
 from torchckpt.measuring.shapes import ModelSettings, shapes_of
 from torchckpt.pipe.budget.count import Count, Counted
-from torchckpt.pipe.budget.plan import fit, graph_order, parts_of, placement_of, planned_order, step_order
+from torchckpt.pipe.budget.plan import fit, graph_order, parts_of, placement_of, step_order
 from torchckpt.pipe.microbatch import MicroBatch
 from torchckpt.pipe.partition import ChangedInputs, Stage
-from torchckpt.pipe.run.step import Order
+from torchckpt.pipe.run.step import Order, with_replays
 from torchckpt.pipe.run.visit import Part, Regions, Replay
 from torchckpt.planning import Action, Choice, Kind, Schedule, State
 from torchckpt.planning.budget import Bytes, bytes_per_rank
@@ -142,11 +142,13 @@ class Within:
         if in_graph and waiting is not None and not waiting.is_reached:
             self._warn("a forward begins while another waits for its backward: it recomputes all, beyond the budget")
             return Following(order, in_graph, blocks, plan, count, options)
-        known = self._followed = self._look_up((lookahead, shapes_of(batches), self._now(pipe, stages)))
+        key = lookahead, shapes_of(batches), self._now(pipe, stages)
+        known = self._followed = self._known.setdefault(key, _Known())
+        self._known.move_to_end(key)
         is_counted = known.begins(self.budget, order.schedule, lookahead)
         if known.plan is not None:
             plan = known.plan.plan
-            order = planned_order(order, plan)
+            order = Order(plan.schedule, with_replays(order.launched, plan.schedule))
         if known.tries > _TRIES:
             self._warn("a backward does not reach all micro-batches, so its step cannot be counted, and has no plan")
         if is_counted:
@@ -188,11 +190,6 @@ class Within:
             yield
         finally:
             self._watch.stop()
-
-    def _look_up(self, key: Any) -> _Known:
-        known = self._known.setdefault(key, _Known())
-        self._known.move_to_end(key)
-        return known
 
     def _now(self, pipe: nn.Module, stages: Sequence[Stage]) -> Any:
         """What else the bytes of a step depend on."""
