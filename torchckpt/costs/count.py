@@ -99,7 +99,7 @@ class _Forward(Parts):
         super().begins(part)
         self.ledger.part = part
 
-    def reaches(self, part: int) -> None:
+    def reaches(self, part: int, *_: object) -> None:
         self.ledger.part = part
 
     def call(self, function: Function, *args: Any, **kwargs: Any) -> Any:

@@ -73,12 +73,9 @@ class Parts(Scope):
         """Have each node of the backward tell, before it runs, which part made it."""
         for node in nodes:
             place = bisect_right(self._starts, number_of(node), key=lambda start: start[0]) - 1
-            node.register_prehook(partial(self._reached, self._starts[place][1]))
+            node.register_prehook(partial(self.reaches, self._starts[place][1]))
 
-    def _reached(self, part: int, _: object) -> None:
-        self.reaches(part)
-
-    def reaches(self, part: int) -> None:
+    def reaches(self, part: int, *_: object) -> None:
         """The backward comes to a part."""
 
     @contextmanager

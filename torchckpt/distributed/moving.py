@@ -93,17 +93,13 @@ class BoundaryScope(Scope):
         if self._driven.happens_at((backward, number)):
             for node in dict.fromkeys(tensor.grad_fn for tensor in tensors_in(outputs)):
                 if node is not None:
-                    node.register_prehook(partial(_reaches, self._driven, (backward, number)))
+                    node.register_prehook(partial(self._driven.reaches, (backward, number)))
 
 
 def _moved(region: Moved, function: Function, *args: Any, **kwargs: Any) -> Any:
     outputs = region.forward(function, args, kwargs)
     region.send()
     return outputs
-
-
-def _reaches(driven: Driven, boundary: tuple[Action, int], gradients: object) -> None:
-    driven.reaches(boundary)
 
 
 class AllMoved(Scope):

@@ -46,8 +46,14 @@ def measured_link(device: torch.device, size: int, meet: Meeting) -> MeasuredLin
         try:
             here = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(3)]
             pieces.extend(arena.take(size) for _ in range(2))  # the first stands there if the second cannot be had
-        except (CheckpointError, torch.OutOfMemoryError) as error:
-            failure = _failure(device, size, error)
+        except CheckpointError as error:
+            failure = without_traceback(error)
+        except torch.OutOfMemoryError as error:
+            failure = CheckpointError(
+                f"{device} has no memory left to measure its link to the host\n"
+                f"  received: {str(error).splitlines()[0]}; three times {size:,} bytes were wanted\n"
+                "  works:    the same without host=, or smaller batches"
+            )
         meet(failure)
         if failure is not None:
             raise without_traceback(failure)
@@ -73,16 +79,6 @@ def _measured(device: torch.device, here: Sequence[Tensor], host: Sequence[Tenso
     out_seconds, back_seconds, beside, without = (max(median(each), _SHORTEST_SECONDS) for each in zip(*spans))
     copied = min(beside, out_seconds) + min(beside, back_seconds)  # what of the copies ran beside the compute
     return MeasuredLink(size / out_seconds, size / back_seconds, max(0.0, beside - without) / copied)
-
-
-def _failure(device: torch.device, size: int, error: BaseException) -> CheckpointError:
-    if isinstance(error, CheckpointError):
-        return without_traceback(error)
-    return CheckpointError(
-        f"{device} has no memory left to measure its link to the host\n"
-        f"  received: {str(error).splitlines()[0]}; three times {size:,} bytes were wanted\n"
-        "  works:    the same without host=, or smaller batches"
-    )
 
 
 def _timed(clock: Clock, stream: torch.Stream | None, target: Tensor, source: Tensor) -> tuple[Stamp, Stamp]:

@@ -15,7 +15,7 @@ from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.core.scope import AroundRegion, Keep, Scope
 from torchckpt.regions.private import keep_from_dynamo, look_through
-from torchckpt.regions.saved import storage_of
+from torchckpt.regions.saved import storages_of
 from torchckpt.typing import Function
 
 __all__ = ["CountingScope", "RegionBytes"]
@@ -87,17 +87,14 @@ class RegionBytes:
 
     def _pass_over_parameters(self) -> None:
         tensors = (tensor for module in self._modules for tensor in (*module.parameters(), *module.buffers()))
-        self._seen |= {storage for tensor in tensors for storage in storage_of(tensor)}
+        self._seen |= storages_of(tensors).keys()
 
     def _claimed(self, tensors: Sequence[Tensor]) -> float:
         """The bytes of the storages of ``tensors`` that were not counted before."""
-        total = 0
-        for tensor in tensors:
-            for storage, size in storage_of(tensor).items():
-                if storage not in self._seen and self._is_new(storage):
-                    self._seen.add(storage)
-                    total += size
-        return float(total)
+        sizes = storages_of(tensors).items()
+        new = {storage: size for storage, size in sizes if storage not in self._seen and self._is_new(storage)}
+        self._seen |= new.keys()
+        return float(sum(new.values()))
 
 
 class _CountedFrame(Frame):

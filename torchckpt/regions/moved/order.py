@@ -107,8 +107,9 @@ class Driven:
         """Whether something is still to be done at ``boundary``."""
         return boundary in self._released or boundary in self._issued
 
-    def reaches(self, boundary: Hashable) -> None:
-        """The compute is at ``boundary``: issue, then release. What was done is not done again."""
+    def reaches(self, boundary: Hashable, *_: object) -> None:
+        """The compute is at ``boundary``: issue, then release. What was done is not done again. Also a hook of a node.
+        """
         for name in self._issued.pop(boundary, ()):
             if (region := self._regions.get(name)) is not None:
                 region.issue()

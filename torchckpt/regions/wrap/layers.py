@@ -6,9 +6,10 @@ from contextlib import ExitStack
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from types import UnionType
-from typing import Any, Protocol, TypeAlias, TypeGuard, Union, get_origin
+from typing import Any, TypeAlias, TypeGuard, Union, get_origin
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from torchckpt.errors import Fault, called, check, kind
@@ -24,12 +25,8 @@ Selector: TypeAlias = "str | type[Any] | UnionType | Callable[[nn.Module], bool]
 """A name or a pattern of names, a class, or a function that says of a module whether it is one."""
 Layers: TypeAlias = "dict[str, nn.Module]"
 """Layers by name."""
-
-
-class Removable(Protocol):
-    """A handle, of one module or hook."""
-
-    def remove(self) -> None: ...
+Removable: TypeAlias = RegionHandle | RemovableHandle
+"""What undoes one module, or takes one hook away."""
 
 
 class LayersHandle:
