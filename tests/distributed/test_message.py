@@ -6,11 +6,10 @@ import math
 
 import pytest
 
-from torchckpt.distributed.message import read, written
+from torchckpt.distributed.meeting import read, written
 from torchckpt.errors import ArgumentError, BudgetInfeasible, ScheduleError
 from torchckpt.planning import Action, Block, Kind, Stage, fixed, one_f_one_b
 from torchckpt.planning.plan import plan_pipeline
-from torchckpt.planning.plan.figures import WholeStep
 from torchckpt.planning.step.measured import Span
 from torchckpt.planning.step.memory import Level
 
@@ -30,7 +29,6 @@ def again(value):
         {"dict": {(1, 2): [3.0]}, 5: ("x",)},
         {ACTION: Level(1.5, 2.0), Action(0, Kind.RECOMPUTE, 0): Level(0.0, 0.0, 7.0)},
         ("host", 12.5, 0, [[Span(ACTION, 0.0, 1.0, math.nan)]], {0: STAGES[0]}),
-        WholeStep((1.0, 2.0), (3.0, 4.0)),
     ],
     ids=repr,
 )

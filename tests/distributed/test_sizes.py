@@ -8,7 +8,7 @@ from torch import nn
 from tests.distributed.stages import SIZE, Block, batch, schedule_on, stages_of, step
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead
-from torchckpt.distributed.counting import CountingScope
+from torchckpt.measuring.saved import CountingScope
 
 ROW = SIZE * 4  # bytes of a row of float32
 

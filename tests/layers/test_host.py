@@ -14,12 +14,12 @@ from torch import nn
 from tests.slow import slow
 from torchckpt import ArgumentError, CheckpointError, checkpoint_layers
 from torchckpt.layers import known
-from torchckpt.layers.away import Away, HostLink, best_away, with_away
+from torchckpt.layers.away import Away, best_away, with_away
 from torchckpt.layers.follow import Steps
-from torchckpt.layers.foretell import of_another_size
 from torchckpt.layers.known import KnownStep, KnownSteps, Limit, measured
 from torchckpt.layers.plan import LayersPlan, kept_within
-from torchckpt.layers.took import Call, Took
+from torchckpt.layers.took import Call, Took, of_another_size
+from torchckpt.measuring.link import MeasuredLink
 from torchckpt.regions.moved.copies import copies_of
 from torchckpt.testing import count_recomputes
 
@@ -105,7 +105,7 @@ def test_forwards_that_wait_for_python_hide_no_copies(accelerator):
         calls = (each._replace(forward_seconds=forward, replay_seconds=1.0, backward_seconds=2.0)
                  for each in handle.plan.took.calls)  # fmt: skip
         took, within = handle.plan.took._replace(calls=tuple(calls)), partial(kept_within, handle.plan.budget_bytes)
-        found.append(best_away(took, HostLink(2**30, speed, speed), within))
+        found.append(best_away(took, MeasuredLink(speed, speed, 0.0), 2**30, within))
     assert found[0] == found[1] is not None
 
 
@@ -367,7 +367,7 @@ def test_of_a_smaller_size_it_is_not_known_what_can_go():
 def test_a_fast_link_leaves_nothing_to_recompute_and_a_slow_one_is_not_used(share):
     step = took(12)
     limit = step.peak_bytes(range(12)) * share
-    kept, away = best_away(step, HostLink(1e9, 6.0, 6.0), lambda each, must: kept_within(limit, each, must))
+    kept, away = best_away(step, MeasuredLink(6.0, 6.0, 0.0), 1e9, lambda each, must: kept_within(limit, each, must))
     assert len(kept) + len(away) == 12 or share == 0.3
     assert with_away(step, away).peak_bytes(kept.union(each.call for each in away)) <= limit
-    assert best_away(step, HostLink(1e9, 0.1, 0.1), lambda each, must: kept_within(limit, each, must)) is None
+    assert best_away(step, MeasuredLink(0.1, 0.1, 0.0), 1e9, lambda each, must: kept_within(limit, each, must)) is None

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchckpt.pipe.microbatch import gather, scatter
 from torchckpt.pipe.partition import Layer, Stage, partition
 from torchckpt.pipe.run.pipeline import run_pipeline
-from torchckpt.pipe.run.regions import Regions
+from torchckpt.pipe.run.visit import Regions
 
 
 def stages_of(modules: Sequence[nn.Module], balance: Sequence[int] | None = None, devices: Any = None) -> list[Stage]:

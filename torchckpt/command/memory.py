@@ -84,8 +84,7 @@ def run_script(arguments: Sequence[str], most: int, passes: list[SavedByLine]) -
     import torch
 
     from torchckpt.regions.private import is_fake
-    from torchckpt.testing.kept import KeptStorages
-    from torchckpt.testing.lines import lines_of
+    from torchckpt.testing.lines import KeptStorages, lines_of
 
     kept, thread, running = KeptStorages(), threading.get_ident(), threading.Lock()
 

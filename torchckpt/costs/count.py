@@ -99,10 +99,10 @@ class _Forward(Parts):
         super().begins(part)
         self.ledger.part = part
 
-    def reaches(self, part: int) -> None:
+    def reaches(self, part: int, *_: object) -> None:
         self.ledger.part = part
 
-    def run(self, function: Function, *args: Any, **kwargs: Any) -> Any:
+    def call(self, function: Function, *args: Any, **kwargs: Any) -> Any:
         """Call a block that was entered, unless another stands for it."""
         part, module = self.ledger.part, module_of(function)
         outputs = self.repeats.run(part, function, args, kwargs, self._stands)

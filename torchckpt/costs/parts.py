@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from torchckpt.costs.operation import AFTER, BEFORE
-from torchckpt.regions.core.frame import Frame
-from torchckpt.regions.core.options import Options
 from torchckpt.regions.core.scope import Scope
 from torchckpt.regions.private import newest_node, number_of
 from torchckpt.tensors import tensors_in
@@ -28,15 +26,18 @@ from torchckpt.typing import Function
 __all__ = ["Parts", "RegionSeen", "repeated_children"]
 
 
-class Parts:
-    """Follows the forward of a stage, part by part. What follows it extends the methods."""
+class Parts(Scope):
+    """Follows the forward of a stage, part by part, whose regions keep what they save. What follows it extends the
+    methods."""
 
     def __init__(self) -> None:
+        super().__init__(keep=True)
         self.blocks = 0
         """The number of blocks that have begun."""
         self.inputs: list[Tensor] = []
         """Inputs of blocks that need a gradient."""
         self._starts: list[tuple[int, int]] = [(-1, BEFORE)]  # the number of a node, and the part from there on
+        self._refuses_regions = False
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The next block begins."""
@@ -53,36 +54,41 @@ class Parts:
         """A part begins."""
         self._starts.append((newest_node() + 1, part))
 
-    def run(self, function: Function, *args: Any, **kwargs: Any) -> Any:
+    def call(self, function: Function, *args: Any, **kwargs: Any) -> Any:
         """Call a block that was entered."""
         return function(*args, **kwargs)
 
-    def keep_result(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call what ``torchckpt.keep`` is called with."""
-        return function(*args, **kwargs)
+    def wrapped(self, number: int, function: Function) -> Function:
+        if self._refuses_regions:
+            raise RegionSeen
+        return partial(self._region, function)
+
+    def _region(self, function: Function, *args: Any, **kwargs: Any) -> Any:
+        self.enter(args, kwargs)
+        outputs = self.call(function, *args, **kwargs)
+        self.leave()
+        return outputs
 
     def follow(self, nodes: Iterable[Node]) -> None:
         """Have each node of the backward tell, before it runs, which part made it."""
         for node in nodes:
             place = bisect_right(self._starts, number_of(node), key=lambda start: start[0]) - 1
-            node.register_prehook(partial(self._reached, self._starts[place][1]))
+            node.register_prehook(partial(self.reaches, self._starts[place][1]))
 
-    def _reached(self, part: int, _: object) -> None:
-        self.reaches(part)
-
-    def reaches(self, part: int) -> None:
+    def reaches(self, part: int, *_: object) -> None:
         """The backward comes to a part."""
 
     @contextmanager
     def watched(self, children: Sequence[nn.Module] | None) -> Iterator[None]:
-        """A context around the forward, with :meth:`enter` and :meth:`leave` around each block, and :meth:`run` in its
+        """A context around the forward, with :meth:`enter` and :meth:`leave` around each block, and :meth:`call` in its
         place.
 
         Args:
             children: the modules whose calls are blocks; None where regions are.
         """
+        self._refuses_regions = children is not None
         with ExitStack() as stack:
-            stack.enter_context(_Regions(self, refused=children is not None).entered())
+            stack.enter_context(self.entered())
             for child in children or ():
                 entering = child.register_forward_pre_hook(
                     lambda _, args, kwargs: self.enter(args, kwargs), with_kwargs=True, prepend=True
@@ -91,7 +97,7 @@ class Parts:
                 stack.callback(entering.remove)
                 stack.callback(leaving.remove)
                 if "forward" not in vars(child):
-                    child.forward = partial(self.run, child.forward)
+                    child.forward = partial(self.call, child.forward)
                     stack.callback(vars(child).pop, "forward")
             yield
 
@@ -101,36 +107,6 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 class RegionSeen(Exception):
     """Raised at the first region where blocks are children: the blocks of all stages are regions then."""
-
-
-class _Regions(Scope):
-    """The scope of all regions of a stage. It tells when outermost ones start and end, and each keeps what it saves.
-
-    Args:
-        refused: raise RegionSeen at the first one.
-    """
-
-    def __init__(self, parts: Parts, refused: bool) -> None:
-        super().__init__(keep=True)
-        self._parts, self._refused = parts, refused
-        self._depth = 0
-
-    def run(
-        self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
-    ) -> tuple[Any, Frame | None]:
-        if self._depth:
-            return super().run(function, args, kwargs, options)
-        if self._refused:
-            raise RegionSeen
-        self._parts.enter(args, kwargs)
-        self._depth += 1
-        outputs = super().run(partial(self._parts.run, function), args, kwargs, options)
-        self._depth -= 1
-        self._parts.leave()
-        return outputs
-
-    def keep_result(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._parts.keep_result(function, args, kwargs)
 
 
 def repeated_children(stages: Sequence[nn.Module]) -> list[nn.Module]:

@@ -53,7 +53,7 @@ class _Timed(Parts):
         super().begins(part)
         self.turn(FORWARD, part)
 
-    def reaches(self, part: int) -> None:
+    def reaches(self, part: int, *_: object) -> None:
         phase, current, _ = self._turns[-1]
         if part != current:
             self.turn(phase, part)

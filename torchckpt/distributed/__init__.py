@@ -6,8 +6,7 @@
     runtime           torch's runtime, with recomputes among its actions
     moving            blocks that go to the host and come back, at the boundaries that a plan names
     record            when actions ran, on all ranks; the step that was measured
-    counting          bytes that a stage saves, and bytes that are alive
-    meeting, message  what ranks tell each other, and when
+    meeting           what ranks tell each other, and when
     faults            regions that are torch's own, what split backwards leave out, and steps that failed
     private           private names of torch
 """

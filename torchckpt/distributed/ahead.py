@@ -23,7 +23,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import record_function
 
-from torchckpt.distributed.counting import CountingScope
 from torchckpt.distributed.faults import (
     END,
     LeftOut,
@@ -39,6 +38,7 @@ from torchckpt.distributed.record import Gathered, gather
 from torchckpt.distributed.runtime import Runtime
 from torchckpt.errors import RegionError, ScheduleError
 from torchckpt.measuring.record import Record
+from torchckpt.measuring.saved import CountingScope, RegionBytes
 from torchckpt.modules import module_of
 from torchckpt.planning import Action, Choice, Kind, Schedule, Stage, State, Timeline, to_csv
 from torchckpt.planning.order.schedule import Visit
@@ -214,7 +214,7 @@ class RecomputeAhead(Runtime):
             yield
         counted_visit, scope = self._counting.get(visit[0], (None, None))
         if scope is not None and counted_visit == visit:
-            scope.replayed(region, frame)
+            scope.saved.replayed(region, frame)
 
     # how ------------------------------------------------------------------------------------------------------------
 
@@ -238,7 +238,7 @@ class RecomputeAhead(Runtime):
         around = partial(self._replaying, visit)
         if not self._counts(visit):
             return Scope(keep, around)
-        scope = CountingScope(keep, around, module, self._is_new)
+        scope = CountingScope(keep, around, RegionBytes([module], self._is_new))
         self._counting[visit[0]] = visit, scope
         return scope
 

@@ -5,19 +5,25 @@ turns which call they make. Nothing of this is in a step.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchckpt.distributed.message import read, written
-from torchckpt.errors import CheckpointError, ScheduleError, without_traceback
+from torchckpt.errors import ArgumentError, BudgetInfeasible, CheckpointError, ScheduleError, without_traceback
+from torchckpt.measuring.link import MeasuredLink
+from torchckpt.planning import Action, Block, Kind, Stage
+from torchckpt.planning.plan import PipelinePlan
+from torchckpt.planning.step.measured import Span
+from torchckpt.planning.step.memory import Level, Piece
 from torchckpt.ranks.turns import Absent, told_by_all
 
-__all__ = ["all_gather", "broadcast", "check_the_same", "meeting", "none_failed", "together"]
+__all__ = ["all_gather", "broadcast", "check_the_same", "meeting", "none_failed", "read", "together", "written"]
 
 
 def all_gather(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -142,3 +148,50 @@ def _refusal(call: str, received: str) -> ScheduleError:
         f"  received: {received}\n"
         f"  works:    {name} = schedule.{call} on every rank; then, on one: print({name})"
     )
+
+
+# what is told, as JSON: plain data, and the classes that are listed here ----------------------------------------------
+
+
+_OBJECTS = (
+    Action, ArgumentError, Block, BudgetInfeasible, CheckpointError, Kind, Level, MeasuredLink, Piece, ScheduleError,
+    Span, Stage,
+)
+_MAKERS: dict[str, Callable[..., Any]] = {
+    **{kind.__name__: kind for kind in _OBJECTS},
+    "dict": lambda *pairs: dict(pairs),
+    "tuple": lambda *values: values,
+    "PipelinePlan": PipelinePlan.from_json,
+}
+
+
+def written(value: object) -> bytes:
+    """``value`` as a message: numbers, text, lists, tuples, dictionaries, and objects of the classes above."""
+    return json.dumps(_plain(value)).encode()
+
+
+def read(message: bytearray) -> Any:
+    """The value of a message."""
+    return json.loads(message, object_hook=lambda part: next(_MAKERS[name](*parts) for name, parts in part.items()))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [*map(_plain, value)]
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    name = "dict" if isinstance(value, Mapping) else type(value).__name__
+    return {name: [*map(_plain, _parts(value))]}
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """What the maker of ``value`` takes."""
+    if isinstance(value, tuple):
+        return value
+    if isinstance(value, Mapping):
+        return value.items()
+    if isinstance(value, CheckpointError):
+        return str(value), *value.__reduce__()[1][1:]
+    if isinstance(value, PipelinePlan):
+        return (value.to_json(),)
+    return (value.value,) if isinstance(value, Kind) else [getattr(value, field.name) for field in fields(value)]

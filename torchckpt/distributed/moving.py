@@ -9,11 +9,9 @@ from typing import Any, TypeAlias
 from torchckpt.planning import Action, Choice
 from torchckpt.planning.order.schedule import BACKWARDS, Kind, Visit
 from torchckpt.planning.plan import PipelinePlan
-from torchckpt.regions.core.frame import Frame
-from torchckpt.regions.core.options import Options
 from torchckpt.regions.core.scope import AroundRegion, Scope
 from torchckpt.regions.live import LiveStorages
-from torchckpt.regions.moved.driven import Driven
+from torchckpt.regions.moved.order import Driven
 from torchckpt.regions.moved.region import Moved
 from torchckpt.tensors import tensors_in
 from torchckpt.typing import Function
@@ -81,15 +79,12 @@ class BoundaryScope(Scope):
         with self._driven.entered(), super().entered():
             yield
 
-    def run(
-        self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
-    ) -> tuple[Any, Frame | None]:
-        number = self.regions
-        if number in self._away and self.is_outermost:
-            region = Moved(going=self._going[number])
-            self._driven.moves((*self._actions[0].visit, number), region)
-            function = partial(_moved, region, function)
-        return super().run(function, args, kwargs, options)
+    def wrapped(self, number: int, function: Function) -> Function:
+        if number not in self._away:
+            return function
+        region = Moved(going=self._going[number])
+        self._driven.moves((*self._actions[0].visit, number), region)
+        return partial(_moved, region, function)
 
     def _tell(self, number: int, outputs: Any) -> None:
         """Tell of the end of a region, and of the begin of its backward."""
@@ -98,17 +93,13 @@ class BoundaryScope(Scope):
         if self._driven.happens_at((backward, number)):
             for node in dict.fromkeys(tensor.grad_fn for tensor in tensors_in(outputs)):
                 if node is not None:
-                    node.register_prehook(partial(_reaches, self._driven, (backward, number)))
+                    node.register_prehook(partial(self._driven.reaches, (backward, number)))
 
 
 def _moved(region: Moved, function: Function, *args: Any, **kwargs: Any) -> Any:
     outputs = region.forward(function, args, kwargs)
     region.send()
     return outputs
-
-
-def _reaches(driven: Driven, boundary: tuple[Action, int], gradients: object) -> None:
-    driven.reaches(boundary)
 
 
 class AllMoved(Scope):
@@ -126,13 +117,9 @@ class AllMoved(Scope):
         self.rises: list[int] = []
         """By region, the most bytes of its forward above those that it left."""
 
-    def run(
-        self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
-    ) -> tuple[Any, Frame | None]:
-        if self.is_outermost:
-            self._moving.append(Moved())
-            function = partial(self._forward, self._moving[-1], function)
-        return super().run(function, args, kwargs, options)
+    def wrapped(self, number: int, function: Function) -> Function:
+        self._moving.append(Moved())
+        return partial(self._forward, self._moving[-1], function)
 
     def _forward(self, region: Moved, function: Function, *args: Any, **kwargs: Any) -> Any:
         with nullcontext() if self._live.allocator else self._live.watching():

@@ -5,7 +5,6 @@ Between them, rank 0 makes the plan from the measurements of all processes, and 
 """
 from __future__ import annotations
 
-import hashlib
 import math
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from torchckpt.distributed.meeting import all_gather, broadcast, check_the_same
 from torchckpt.distributed.record import Gathered, larger_levels
 from torchckpt.errors import ArgumentError, CheckpointError, Fault, called, check, raise_fault, without_traceback
 from torchckpt.measuring.link import MeasuredLink
-from torchckpt.measuring.remembered import NEAR
+from torchckpt.measuring.remembered import NEAR, digest
 from torchckpt.planning import Action, Choice, Kind, Schedule, State, arrival, with_recompute
 from torchckpt.planning.budget import Bytes, bytes_per_rank
 from torchckpt.planning.order.schedule import Visit
@@ -33,7 +32,7 @@ from torchckpt.planning.step.memory import Level
 from torchckpt.planning.step.placement import recomputed_early
 from torchckpt.planning.work.host import Host
 
-__all__ = ["FIRST_STEPS", "Following", "Measuring", "Plan", "digest_of", "plan_for"]
+__all__ = ["FIRST_STEPS", "Following", "Measuring", "Plan", "plan_for"]
 
 FIRST_STEPS = 4
 """With a budget: the steps that are measured before the plan is made."""
@@ -123,13 +122,11 @@ class Measuring:
         levels_of_processes = all_gather([levels for _, levels in self._counted])
         host = self._measured_host(link)
         is_first = dist.get_rank() == 0
-        outcome = broadcast(self._outcome(measured, levels_of_processes, tied, pairs, host) if is_first else None)
-        if isinstance(outcome, CheckpointError):
-            raise without_traceback(outcome)
-        text, whole_step = outcome
-        plan = PipelinePlan.from_json(text)
-        check_the_same("plan", [(digest, digest) for digest in all_gather(digest_of(plan))])
-        return Following(Fitted(replace(plan, whole_step=whole_step), *whole_step))
+        plan = broadcast(self._outcome(measured, levels_of_processes, tied, pairs, host) if is_first else None)
+        if isinstance(plan, CheckpointError):
+            raise without_traceback(plan)
+        check_the_same("plan", [(one, one) for one in all_gather(digest(plan.to_json()))])
+        return Following(Fitted(plan, *plan.whole_step))
 
     def _measured_host(self, link: MeasuredLink | None) -> Host | None:
         """The host with the slowest of the links that were measured. Collective."""
@@ -146,8 +143,8 @@ class Measuring:
         tied: bool,
         pairs: Collection[tuple[Action, Action]],
         host: Host | None,
-    ) -> tuple[str, WholeStep] | CheckpointError:
-        """What rank 0 sends to the others, which wait for it: the plan as JSON and its bytes, or why there is none."""
+    ) -> PipelinePlan | CheckpointError:
+        """What rank 0 sends to the others, which wait for it: the plan with its bytes, or why there is none."""
         stages, links = measured.step.stages, measured.step.links
         try:
             orders = [order for order, _ in self._counted]
@@ -163,7 +160,7 @@ class Measuring:
                 f"  received: {type(error).__name__}: {error}\n"
                 "  works:    plan=plan_pipeline(...), made in a process of its own"
             )
-        return fit.plan.to_json(), WholeStep(fit.budget_bytes, fit.peak_bytes)
+        return replace(fit.plan, whole_step=WholeStep(fit.budget_bytes, fit.peak_bytes))
 
 
 class Following:
@@ -186,7 +183,7 @@ class Following:
         return cls(Fitted(summed, *whole_step), is_given=True)
 
     def told(self) -> tuple[str, str]:
-        text = f"plan {digest_of(self.plan)}"
+        text = f"plan {digest(self.plan.to_json())}"
         return text, text
 
     def agreed(self, tied: bool) -> Following:
@@ -230,11 +227,6 @@ class Following:
             f"  received: rank {rank} (stages {stages}): {peak:.0f} bytes measured, {planned:.0f} planned, "
             f"budget {budget:.0f}\n  works:    recompute_ahead(schedule, budget={asked})"
         )
-
-
-def digest_of(plan: PipelinePlan) -> str:
-    """A short text that is equal for equal plans."""
-    return hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]
 
 
 def _measured_step(order: Schedule, levels_of_processes: Sequence[_Levels]) -> MeasuredStep:

@@ -14,7 +14,7 @@ from torchckpt.measuring.record import Record
 from torchckpt.planning import Action, Block, Schedule, Stage, Step, fixed
 from torchckpt.planning.order.schedule import Visit
 from torchckpt.planning.step.measured import Span, Spans, measured_step
-from torchckpt.planning.step.memory import Level, Piece
+from torchckpt.planning.step.memory import Level
 
 __all__ = ["Gathered", "gather", "larger_levels"]
 
@@ -95,13 +95,10 @@ def _together(
 
 def _larger_level(first: Level, other: Level) -> Level:
     places = [[(piece.block, piece.is_replay) for piece in level.pieces] for level in (first, other)]
-    pieces = map(_larger_piece, first.pieces, other.pieces) if places[0] == places[1] else ()
+    pairs = zip(first.pieces, other.pieces) if places[0] == places[1] else ()
+    pieces = (one._replace(highest=max(one.highest, two.highest), left=max(one.left, two.left)) for one, two in pairs)
     highest, left, entered = map(max, first[:3], other[:3])
     return Level(highest, left, entered, tuple(pieces))
-
-
-def _larger_piece(first: Piece, other: Piece) -> Piece:
-    return first._replace(highest=max(first.highest, other.highest), left=max(first.left, other.left))
 
 
 def _larger_stage(first: Stage, other: Stage) -> Stage:

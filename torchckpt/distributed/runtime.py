@@ -97,26 +97,17 @@ class Runtime(TorchRuntime):
 
     # what a subclass does -------------------------------------------------------------------------------------------
 
-    def running(self) -> AbstractContextManager[None]:
-        """A context around all actions of a step, or of ``eval()``."""
-        raise NotImplementedError
-
-    def reaches(self, action: str) -> None:
-        """Called right before each action, such as ``1F0`` or ``1RECV_B3``."""
-        raise NotImplementedError
-
-    def ends(self) -> None:
-        """Called after the last action, before torch waits for what it has sent, and lists the losses."""
-        raise NotImplementedError
-
-    def computing(self, action: Action, outputs: list[object]) -> AbstractContextManager[None]:
-        """A context around the computation of an action, when its input is there. At the end ``outputs`` has what it
-        returned."""
-        raise NotImplementedError
-
-    def recompute(self, action: Action) -> None:
-        """Replay the regions of the action's stage and micro-batch."""
-        raise NotImplementedError
+    running: Callable[[], AbstractContextManager[None]]
+    """A context around all actions of a step, or of ``eval()``."""
+    reaches: Callable[[str], None]
+    """Called right before each action, such as ``1F0`` or ``1RECV_B3``."""
+    ends: Callable[[], None]
+    """Called after the last action, before torch waits for what it has sent, and lists the losses."""
+    computing: Callable[[Action, list[object]], AbstractContextManager[None]]
+    """A context around the computation of an action, when its input is there. At the end the list has what it returned.
+    """
+    recompute: Callable[[Action], None]
+    """Replay the regions of the action's stage and micro-batch."""
 
     # the order ------------------------------------------------------------------------------------------------------
 

@@ -34,8 +34,8 @@ from torchckpt.distributed.record import Gathered
 from torchckpt.errors import CheckpointError, ScheduleError, without_traceback
 from torchckpt.measuring.link import MeasuredLink, measured_link
 from torchckpt.measuring.live import LiveBytes
-from torchckpt.measuring.shapes import Shapes, shapes_of
-from torchckpt.measuring.signature import Settings, Signature
+from torchckpt.measuring.record import with_seconds
+from torchckpt.measuring.shapes import Settings, Shapes, Signature, shapes_of
 from torchckpt.modules import is_compiled
 from torchckpt.planning import Action, Choice, Kind, Schedule, State, Timeline
 from torchckpt.planning.budget import Bytes
@@ -121,15 +121,18 @@ class RecomputeWithin(RecomputeAhead):
         """
         copies = copies_of(self._record.device)
         with self._record.device_current():
-            by_rank = dict(all_gather((self.rank, (copies.waited_seconds(), copies.arena.peak_bytes)), self._group))
-        waited, peaks = zip(*(by_rank[rank] for rank in range(self.pp_group_size)))
+            mine = copies.waited_seconds(), copies.arena.peak_bytes
+        waited, peaks = zip(*self._told_by_ranks(mine))
         return waited, peaks
+
+    def _told_by_ranks(self, mine: object) -> list[Any]:
+        with self._record.device_current():
+            by_rank = dict(all_gather((self.rank, mine), self._group))
+        return [by_rank[rank] for rank in range(self.pp_group_size)]
 
     def _planned_timeline(self, phase: Following, measured: Gathered) -> tuple[Timeline, bool]:
         """The last step, and whether its memory is what a step was measured to take. Collective."""
-        with self._record.device_current():
-            by_rank = dict(all_gather((self.rank, phase.levels), self._group))
-        levels = [by_rank.get(rank, {}) for rank in range(self.pp_group_size)]
+        levels = self._told_by_ranks(phase.levels)
         step = replace(phase.plan.step, links=measured.step.links)
         timeline = measured_timeline(step, measured.spans[-1], in_bytes=True)
         return (with_levels(timeline, levels), True) if all(levels) else (timeline, False)
@@ -299,12 +302,12 @@ class RecomputeWithin(RecomputeAhead):
         """The phase of the plan for the budget. Collective: all processes of the job make it."""
         replays = self._record.replay_seconds()
         for stage, counted in self._counted.items():
-            seconds, going = replays.get(stage, {}), self._going.get(stage)
-            blocks = [replace(x, recompute_seconds=seconds.get(n, 0.0)) for n, x in enumerate(counted.blocks)]
+            timed, going = with_seconds(counted, replays.get(stage, {})), self._going.get(stage)
             if going is not None:
-                sent = [float(sum(each.values())) for each in going]
-                blocks = [replace(x, moved_bytes=min(amount, x.saved_bytes)) for x, amount in zip(blocks, sent)]
-            self._counted[stage] = replace(counted, blocks=tuple(blocks))
+                sent = (float(sum(each.values())) for each in going)
+                moved = (replace(x, moved_bytes=min(amount, x.saved_bytes)) for x, amount in zip(timed.blocks, sent))
+                timed = replace(timed, blocks=tuple(moved))
+            self._counted[stage] = timed
         with together("make a plan of the measured steps"), self._record.device_current():
             measured = self._before = self._gathered(None)
             link = None if phase.host_bytes is None else self._measured_link(phase.host_bytes[self.rank])

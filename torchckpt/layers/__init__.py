@@ -9,8 +9,7 @@
     count             a step that is counted while it runs
     plan              the calls that are kept, for the least time within a budget
     away              which calls go to a host, when they leave and come back
-    took              what a counted step took, call by call
-    foretell          what a step of another size takes
+    took              what a counted step took, call by call; what one of another size takes
 """
 from torchckpt.layers.apply import PlannedLayers, checkpoint_layers
 from torchckpt.layers.plan import LayersPlan

@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from hashlib import sha256
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from torchckpt.errors import CheckpointError
-from torchckpt.layers.known import KnownSteps
+from torchckpt.layers.known import CALLER, KnownSteps
 from torchckpt.layers.plan import Wish, chosen
 from torchckpt.layers.took import Call, Took
-from torchckpt.measuring.remembered import Remembered
+from torchckpt.measuring.remembered import Remembered, digest
 from torchckpt.ranks.turns import Absent, told_by_all
 
 __all__ = ["Agreement"]
 
-_CALLER = "checkpoint_layers"
 _ALL = "so every call is recomputed"
 _APART = f"ranks that communicate inside of the chosen layers do not have the same layers, {_ALL}"
 _NOWHERE = f"ranks communicate inside of the chosen layers, in groups of which none has all of these ranks, {_ALL}"
@@ -38,7 +36,7 @@ class Agreement:
         by_ranks = {frozenset(dist.get_process_group_ranks(group)): group for group in ordered}
         self._groups = [group for ranks, group in by_ranks.items() if not any(ranks < others for others in by_ranks)]
         """Those that are no part of another one."""
-        self._device, self._known, self._names = device, known, _digest(known.names)
+        self._device, self._known, self._names = device, known, digest(known.names)
         self._plans: Remembered[tuple[str, ...], frozenset[int]] = Remembered()
         self._refusal = ""
         """Why nothing is kept from now on, without another word."""
@@ -53,7 +51,7 @@ class Agreement:
             BudgetInfeasible: the budget of some rank is too small; on all of them.
             CheckpointError: another rank begins no step.
         """
-        layers = "" if wish is None else _digest([call.layer for call in wish.took.calls])
+        layers = "" if wish is None else digest([call.layer for call in wish.took.calls])
         step = "" if wish is None else f"{wish.step} {wish.limit_bytes}"
         told = [] if self._refusal else self._told(self._names, layers, step)  # [1]
         steps = tuple(step for _, _, step in told)
@@ -82,18 +80,14 @@ class Agreement:
     def _told(self, *mine: Any) -> list[Any]:
         """What each rank tells. Where groups are several, a rank tells all that it is none of theirs."""
         text, told = json.dumps(mine if len(self._groups) == 1 else ("", "", "")), []
-        waits = f"{_CALLER}: layers communicate, so ranks begin their steps together; this one waits for"
+        waits = f"{CALLER}: layers communicate, so ranks begin their steps together; this one waits for"
         for group in self._groups:
             try:
                 told += told_by_all(text, "layers", group, self._device, waits, stacklevel=8) or []
             except Absent as absent:
                 raise CheckpointError(
-                    f"{_CALLER}: ranks that communicate inside of the chosen layers do not begin a step together\n"
+                    f"{CALLER}: ranks that communicate inside of the chosen layers do not begin a step together\n"
                     f"  received: a step on rank {group.rank()}, {absent}\n"
                     "  works:    the same calls of the model on every rank, each with its backward"
                 ) from None
         return [json.loads(each) for each in told]
-
-
-def _digest(value: object) -> str:
-    return sha256(repr(value).encode()).hexdigest()[:16]

@@ -11,7 +11,7 @@ from torch import nn
 from torchckpt.errors import CheckpointError, Fault, called
 from torchckpt.layers.find import repeated
 from torchckpt.layers.follow import Begin, Enter, Steps
-from torchckpt.layers.known import KnownSteps, Limit
+from torchckpt.layers.known import CALLER, KnownSteps, Limit
 from torchckpt.layers.plan import LayersPlan
 from torchckpt.modules import is_compiled
 from torchckpt.planning.budget import Budget, read, trouble
@@ -23,7 +23,6 @@ from torchckpt.typing import ContextFunction, DeterminismCheck
 
 __all__ = ["PlannedLayers", "checkpoint_layers"]
 
-_CALLER = "checkpoint_layers"
 _WORKS = 'checkpoint_layers(model, "layers.*", budget="60GiB")'
 _LOGGER = logging.getLogger("torchckpt")
 
@@ -32,7 +31,7 @@ class PlannedLayers(LayersHandle, Drawn):
     """Undoes one :func:`checkpoint_layers`, and shows the plan that is made for a budget."""
 
     def __init__(self, layers: Layers, handles: Sequence[Removable], steps: Steps | None = None) -> None:
-        super().__init__(layers, handles, _CALLER)
+        super().__init__(layers, handles, CALLER)
         self._steps = steps
 
     def remove(self) -> None:
@@ -54,12 +53,12 @@ class PlannedLayers(LayersHandle, Drawn):
         """
         if self._steps is None:
             raise CheckpointError(
-                f"{_CALLER}: there is no plan: every call is recomputed without a budget, and in a copy of a model\n"
+                f"{CALLER}: there is no plan: every call is recomputed without a budget, and in a copy of a model\n"
                 f"  received: report() or draw() there\n  works:    handle.remove(), and then {_WORKS}"
             )
         if self.plan is None:
             raise CheckpointError(
-                f"{_CALLER}: there is no plan: with a budget it is made when the second step begins\n"
+                f"{CALLER}: there is no plan: with a budget it is made when the second step begins\n"
                 "  received: report() or draw() before that\n  works:    print(handle.report()) after some steps"
             )
         return self.plan
@@ -69,7 +68,7 @@ class PlannedLayers(LayersHandle, Drawn):
         return self.report().draw()
 
 
-@called(_CALLER)
+@called(CALLER)
 def checkpoint_layers(
     model: nn.Module,
     layers: Selector | Sequence[Selector] | Set[Selector] | None = None,
@@ -135,7 +134,7 @@ def checkpoint_layers(
     faults = list(_budget_faults(model, every, budget, device_memory, host))
     if layers is None and isinstance(model, nn.Module) and not faults:
         layers = repeated(model)
-        _LOGGER.info("%s takes %d repeated blocks: %s to %s", _CALLER, len(layers), layers[0], layers[-1])
+        _LOGGER.info("%s takes %d repeated blocks: %s to %s", CALLER, len(layers), layers[0], layers[-1])
     chosen, handles = wrap_layers(model, [nn.Module] if layers is None else layers, every, options, faults)
     steps = Steps(model, KnownSteps(tuple(chosen), Limit(budget, device_memory, host)))
     for number, layer in enumerate(chosen.values()):
@@ -172,4 +171,4 @@ def _budget_faults(
             yield Fault("the model is compiled as a whole, so no call of a layer is seen", type(model).__name__, works)
         if any(module.__dict__.get(ENTER) is not None for module in model.modules()):
             rule = "layers of the model have a budget already"
-            yield Fault(rule, f"a second {_CALLER}(..., budget=...)", "handle.remove() first")
+            yield Fault(rule, f"a second {CALLER}(..., budget=...)", "handle.remove() first")

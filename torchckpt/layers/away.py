@@ -7,12 +7,12 @@ time. How many of them is tried; what is recomputed of the others is then chosen
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from torchckpt.layers.took import Took
+from torchckpt.measuring.link import MeasuredLink
 
-__all__ = ["Away", "HostLink", "best_away", "with_away"]
+__all__ = ["Away", "best_away", "with_away"]
 
 _COUNTS = 16
 """The numbers of calls to send that are tried, at most."""
@@ -26,15 +26,6 @@ class Away(NamedTuple):
     """It leaves when the forward of this call begins; if there is no such call, when the first backward begins."""
     issue: int
     """Its copy back is queued when the backward of this call begins."""
-
-
-@dataclass(frozen=True)
-class HostLink:
-    """Memory of the host, and the link to it in bytes a second."""
-
-    host_bytes: float
-    out: float
-    back: float
 
 
 def with_away(took: Took, away: Sequence[Away]) -> Took:
@@ -64,11 +55,15 @@ def with_away(took: Took, away: Sequence[Away]) -> Took:
 
 
 def best_away(
-    took: Took, link: HostLink, kept_within: Callable[[Took, frozenset[int]], frozenset[int] | None]
+    took: Took,
+    link: MeasuredLink,
+    host_bytes: float,
+    kept_within: Callable[[Took, frozenset[int]], frozenset[int] | None],
 ) -> tuple[frozenset[int], tuple[Away, ...]] | None:
     """The calls that are kept on the device, and those that are away, for the shortest step that is found.
 
     Args:
+        host_bytes: what may be on the host.
         kept_within: returns the calls to keep of a step in which some must be, those that are away among them; None if
             nothing fits.
 
@@ -85,7 +80,7 @@ def best_away(
     going = [place for place, call in enumerate(took.calls) if call.moved_bytes]
     for count in sorted({-(-len(going) * part // _COUNTS) for part in range(1, _COUNTS + 1)}):
         chosen = frozenset(going[:count])
-        if sum(took.calls[call].moved_bytes for call in chosen) > link.host_bytes:
+        if sum(took.calls[call].moved_bytes for call in chosen) > host_bytes:
             break
         held = frozenset(range(len(took.calls)))
         for _ in range(2):  # the second time with what is recomputed
@@ -99,7 +94,7 @@ def best_away(
     return None if best is None or not best[2] else best[1:]
 
 
-def _placed(took: Took, held: Collection[int], going: Collection[int], link: HostLink) -> tuple[Away, ...]:
+def _placed(took: Took, held: Collection[int], going: Collection[int], link: MeasuredLink) -> tuple[Away, ...]:
     """Where calls leave as soon as they are copied, and come back as late as their copies can begin."""
     forwards, backwards = _starts(took, held)
     ends = _out_ends(took, going, link)
@@ -125,7 +120,7 @@ def _starts(took: Took, held: Collection[int]) -> tuple[list[float], list[float]
     return forwards, backwards
 
 
-def _out_ends(took: Took, going: Collection[int], link: HostLink) -> dict[int, float]:
+def _out_ends(took: Took, going: Collection[int], link: MeasuredLink) -> dict[int, float]:
     """When each copy to the host has ended."""
     now = free = 0.0
     ends = {}
@@ -136,7 +131,7 @@ def _out_ends(took: Took, going: Collection[int], link: HostLink) -> dict[int, f
     return ends
 
 
-def _seconds(took: Took, held: Collection[int], away: Sequence[Away], link: HostLink) -> float:
+def _seconds(took: Took, held: Collection[int], away: Sequence[Away], link: MeasuredLink) -> float:
     """The seconds of the step, with what its backwards wait for copies. A forward waits for none: a call leaves when
     its copy has ended. Those that are left when the last forward ends are waited for there."""
     ends = _out_ends(took, [each.call for each in away], link)

@@ -26,7 +26,7 @@ from torchckpt.regions.live import LiveStorages
 from torchckpt.regions.moved.region import LEAST_BYTES
 from torchckpt.regions.moved.slot import stays
 from torchckpt.regions.private import after_backward, newest_node, number_of, put_under_modes
-from torchckpt.regions.saved import storage_of
+from torchckpt.regions.saved import storage_of, storages_of
 from torchckpt.tensors import tensors_in
 
 __all__ = ["Counter"]
@@ -146,12 +146,12 @@ class Counter:
     def stay(self, call: int, outputs: Any) -> None:
         """Note that a call has returned ``outputs``: the caller holds them, so they do not go."""
         tensors, noted = tensors_in(outputs), self._noted.get(call, {})
-        sizes = {key: size for tensor in tensors for key, size in storage_of(tensor).items()}
+        sizes = storages_of(tensors)
         self._going.difference_update(sizes)
         if self._is_blind or self._inner:
             return
         early = [each for each in tensors if each.grad_fn and number_of(each.grad_fn) < self._newest.get(call, 0)]
-        again = {key for tensor in early for key in storage_of(tensor)} | (sizes.keys() & noted.keys())
+        again = storages_of(early).keys() | (sizes.keys() & noted.keys())
         besides = sum(sizes.values()) - max(sizes.values(), default=0)  # what the last operation makes may be as large
         self._again[call] = min(besides, sum(sizes[key] for key in again - self._inputs.claimed))
         saved = {*self._lasting, *noted} - self._inputs.claimed - sizes.keys()

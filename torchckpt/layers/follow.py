@@ -26,9 +26,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from torchckpt.layers.count import Counter
-from torchckpt.layers.known import KnownStep, KnownSteps, has_run_out, measured
+from torchckpt.layers.known import CALLER, KnownStep, KnownSteps, has_run_out, measured
 from torchckpt.layers.plan import LayersPlan, Wish
-from torchckpt.layers.step import CALLER, MOST_CALLS, PLAIN, Step
+from torchckpt.layers.step import MOST_CALLS, PLAIN, Step
 from torchckpt.measuring.remembered import SHOWN
 from torchckpt.measuring.shapes import ModelSettings, Shapes, shapes_of
 from torchckpt.modules import is_compiled
@@ -36,7 +36,7 @@ from torchckpt.planning import Kind
 from torchckpt.regions.core.checkpointing import refuse_transforms, run
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.flags import local
-from torchckpt.regions.moved.driven import Driven
+from torchckpt.regions.moved.order import Driven
 from torchckpt.regions.private import hooks_in_force, is_exporting, keep_from_dynamo, running_node
 from torchckpt.regions.wrap.mixin import COMPILED
 from torchckpt.tensors import hides_tensors, tensors_in

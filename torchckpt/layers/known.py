@@ -6,33 +6,31 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from hashlib import sha256
 from itertools import combinations
 from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 import torch
 
-from torchckpt.errors import BudgetInfeasible, CheckpointError, Fault, called, raise_fault, without_traceback
-from torchckpt.layers.away import HostLink, best_away
+from torchckpt.errors import BudgetInfeasible, Fault, called, raise_fault
+from torchckpt.layers.away import best_away
 from torchckpt.layers.count import Counter
-from torchckpt.layers.foretell import of_another_size
 from torchckpt.layers.plan import LayersPlan, Wish, chosen, kept_within
-from torchckpt.layers.took import Key, Took, most_of
-from torchckpt.measuring.link import measured_link
-from torchckpt.measuring.remembered import LESS, NEAR, Followed, Remembered
+from torchckpt.layers.took import Key, Took, most_of, of_another_size
+from torchckpt.measuring.link import MeasuredLink, measured_link
+from torchckpt.measuring.remembered import LESS, NEAR, Followed, Remembered, digest
 from torchckpt.measuring.shapes import ModelSettings, Shapes
 from torchckpt.planning.budget import Budget, budget_bytes, enough, whole
 from torchckpt.regions.live import allocator_of
 from torchckpt.regions.moved.copies import copies_of, goes_from
 from torchckpt.regions.saved import bytes_of
 
-__all__ = ["Foreseen", "KnownStep", "KnownSteps", "Limit", "Order", "has_run_out", "measured"]
+__all__ = ["CALLER", "Foreseen", "KnownStep", "KnownSteps", "Limit", "Order", "has_run_out", "measured"]
 
 Order: TypeAlias = tuple[tuple[int, int], ...]
 """The order in which backwards reach calls: each time, how many calls there had been, and which of them is reached."""
 
-_CALLER = "checkpoint_layers"
+CALLER = "checkpoint_layers"
 _MOST_ORDERS = 8
 """So many orders of the backwards of one step are told apart."""
 _NOTHING_GOES = "there is nothing to send to a host: what the layers save is there already"
@@ -55,7 +53,7 @@ class Limit:
         allocator = allocator_of(device)
         if allocator is None:
             rule = "device_memory is given for a device that does not count what is allocated"
-            with called(_CALLER):
+            with called(CALLER):
                 raise_fault(Fault(rule, str(device), 'budget="60GiB"'))
         return float(allocator.memory_allocated(device) - bytes_of(settings.gathered))
 
@@ -83,7 +81,7 @@ class Limit:
             plan,
             rank,
         )
-        error.caller = _CALLER
+        error.caller = CALLER
         return error
 
 
@@ -143,12 +141,12 @@ class KnownStep(Followed[LayersPlan]):
     @cached_property
     def digest(self) -> str:
         """A short text that other steps do not have."""
-        return sha256(repr((self.key, sorted(self.tooks))).encode()).hexdigest()[:16]
+        return digest((self.key, sorted(self.tooks)))
 
     def is_otherwise(self, calls: int, order: Order) -> bool:
         """Whether a step with so many calls, whose backwards came in this ``order``, takes what is not known."""
         is_known = not order or calls != len(self.key) or len(self.tooks) >= _MOST_ORDERS
-        return not is_known and _at_edges(self.edges, order) not in self.tooks
+        return not is_known and self.at_edges(order) not in self.tooks
 
     def turns_at(self, calls: int) -> bool:
         """Whether its first backward may come after so many calls."""
@@ -157,7 +155,12 @@ class KnownStep(Followed[LayersPlan]):
     @cached_property
     def edges(self) -> set[int]:
         """The first and the last call of each call of the model: a backward reaches a mark there in every step."""
-        return _edges(self.key)
+        starts = [bool(model) for model, *_ in self.key]
+        return {place for place, edges in enumerate(zip(starts, [*starts[1:], True])) if any(edges)}
+
+    def at_edges(self, order: Order) -> Order:
+        """The part of ``order`` that is known of every step."""
+        return tuple((calls, call) for calls, call in order if call in self.edges)
 
     @cached_property
     def script(self) -> list[Foreseen | None]:
@@ -187,15 +190,6 @@ class KnownStep(Followed[LayersPlan]):
         return is_new
 
 
-def _edges(key: Key) -> set[int]:
-    starts = [bool(model) for model, *_ in key]
-    return {place for place, edges in enumerate(zip(starts, [*starts[1:], True])) if any(edges)}
-
-
-def _at_edges(edges: set[int], order: Order) -> Order:
-    return tuple((calls, call) for calls, call in order if call in edges)
-
-
 class KnownSteps:
     """The steps of one model, whose chosen layers have these ``names``."""
 
@@ -203,7 +197,7 @@ class KnownSteps:
         self.names, self._limit = names, limit
         self._steps: Remembered[Key, KnownStep] = Remembered()
         self._warned: set[str] = set()
-        self._link: HostLink | None = None
+        self._link: MeasuredLink | None = None
         self._device = torch.device("cpu")
         """That of the step that began last."""
 
@@ -281,7 +275,7 @@ class KnownSteps:
             step.plan_less(LESS)
         share, needed = max(LESS, least / given), max(self._needed_bytes, least)
         warnings.warn(
-            f"{_CALLER}: the device was out of memory in a planned step, so the next plan takes {share:.0%} of its "
+            f"{CALLER}: the device was out of memory in a planned step, so the next plan takes {share:.0%} of its "
             "budget",
             stacklevel=2,
         )
@@ -296,9 +290,10 @@ class KnownSteps:
 
     def learn(self, key: Key, order: Order, counter: Counter, unfit: str, has_gradients: bool) -> bool:
         """Remember a step in which everything was recomputed. Returns whether it was not known in this order."""
-        known, order = self._steps.get(key), _at_edges(_edges(key), order)
+        known = self._steps.get(key)
         if known is None or known.is_foretold or known.has_gradients > has_gradients:
             known = KnownStep(key=key, tooks={}, has_gradients=has_gradients)
+        order = known.at_edges(order)
         tooks = {order: counter.took(key), **known.tooks}
         self._steps[key] = KnownStep(key=key, tooks=tooks, unfit=unfit, has_gradients=known.has_gradients)
         return order not in known.tooks
@@ -306,7 +301,7 @@ class KnownSteps:
     def warn(self, unfit: str) -> None:
         """Say why no call is kept, once."""
         if unfit not in self._warned:
-            warnings.warn(f"{_CALLER}: {unfit}", stacklevel=2)
+            warnings.warn(f"{CALLER}: {unfit}", stacklevel=2)
         self._warned.add(unfit)
 
     def _foretold(self, steps: Iterable[KnownStep], first: Shapes) -> list[KnownStep]:
@@ -349,19 +344,12 @@ class KnownSteps:
         if not amounts or len(plan.kept) == len(plan.took.calls):
             return plan
         if self._link is None:
-            out, back, _ = measured_link(self._device, int(max(amounts)), _meet_nobody)
-            self._link = HostLink(host_bytes, out, back)
-        best = best_away(plan.took, self._link, partial(kept_within, plan.budget_bytes))
+            self._link = measured_link(self._device, int(max(amounts)), lambda failure: None)
+        best = best_away(plan.took, self._link, host_bytes, partial(kept_within, plan.budget_bytes))
         if best is None:
             return plan
         copies_of(self._device).arena.reserve(int(sum(plan.took.calls[each.call].moved_bytes for each in best[1])))
         return replace(plan, kept=best[0], away=best[1])
-
-
-def _meet_nobody(failure: CheckpointError | None) -> None:
-    """One device copies by itself."""
-    if failure is not None:
-        raise without_traceback(failure)
 
 
 def _wish(step: KnownStep) -> Wish:

@@ -14,20 +14,19 @@ from torch import Tensor
 
 from torchckpt.errors import BudgetInfeasible
 from torchckpt.layers.count import Counter
-from torchckpt.layers.known import Foreseen, KnownStep, KnownSteps
+from torchckpt.layers.known import CALLER, Foreseen, KnownStep, KnownSteps
 from torchckpt.measuring.shapes import Shapes
 from torchckpt.planning import Kind
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import Options
-from torchckpt.regions.moved.driven import Driven
+from torchckpt.regions.moved.order import Driven
 from torchckpt.regions.moved.region import Moved
 from torchckpt.regions.private import after_backward, keep_from_dynamo, running_node
 from torchckpt.tensors import tensors_in
 from torchckpt.typing import Function
 
-__all__ = ["CALLER", "MOST_CALLS", "PLAIN", "Step"]
+__all__ = ["MOST_CALLS", "PLAIN", "Step"]
 
-CALLER = "checkpoint_layers"
 MOST_CALLS = 2_000
 """The most calls of a step that are told apart. Further ones are recomputed, until the newest of them has ended: a loop
 may hold a graph for ever."""
@@ -174,8 +173,9 @@ class Step:
         self.is_in_kept = is_kept
         try:
             if is_kept:
-                is_plain = self.driven is None
-                return function(*args, **kwargs) if is_plain else self.sent(call, function, args, kwargs)
+                if self.driven is None or not self.sends(call):
+                    return function(*args, **kwargs)
+                return self.sent(call, self.driven, function, args, kwargs)
             frame = Frame(options)
             if self.counter is not None:
                 frame.note = partial(self.counter.note, call)
@@ -189,13 +189,11 @@ class Step:
         finally:
             self.is_in_kept = False
 
-    def sent(self, call: int, function: Function, args: Any, kwargs: Any) -> Any:
-        """Run a call that is kept, as a region that moves if it goes to the host."""
-        if self.driven is None or not self.sends(call):
-            return function(*args, **kwargs)
-        with self.driven.entered():
+    def sent(self, call: int, driven: Driven, function: Function, args: Any, kwargs: Any) -> Any:
+        """Run a call that goes to the host, as a region that moves."""
+        with driven.entered():
             moved = Moved(is_inner=True)
-            self.driven.moves(call, moved)
+            driven.moves(call, moved)
             outputs = moved.forward(function, args, kwargs)
         moved.send()
         return outputs

@@ -37,7 +37,7 @@ def measured_link(device: torch.device, size: int, meet: Meeting) -> MeasuredLin
         device: an accelerator.
         size: the bytes that it may take here and on the host, such as those of the largest region.
         meet: called before each round: a barrier, so that all devices which share a link copy at the same time. At
-            first with the error of a device that has no memory for it, which it raises: else others would wait.
+            first with the error of a device that has no memory for it, which it may raise on all: others would wait.
     """
     size = min(max(size // 3, _LEAST_BYTES), _MOST_BYTES)
     arena, failure = copies_of(device).arena, None
@@ -46,9 +46,17 @@ def measured_link(device: torch.device, size: int, meet: Meeting) -> MeasuredLin
         try:
             here = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(3)]
             pieces.extend(arena.take(size) for _ in range(2))  # the first stands there if the second cannot be had
-        except (CheckpointError, torch.OutOfMemoryError) as error:
-            failure = _failure(device, size, error)
+        except CheckpointError as error:
+            failure = without_traceback(error)
+        except torch.OutOfMemoryError as error:
+            failure = CheckpointError(
+                f"{device} has no memory left to measure its link to the host\n"
+                f"  received: {str(error).splitlines()[0]}; three times {size:,} bytes were wanted\n"
+                "  works:    the same without host=, or smaller batches"
+            )
         meet(failure)
+        if failure is not None:
+            raise without_traceback(failure)
         return _measured(device, here, [piece.bytes[:size] for piece in pieces], meet)
     finally:
         for piece in pieces:
@@ -56,14 +64,14 @@ def measured_link(device: torch.device, size: int, meet: Meeting) -> MeasuredLin
 
 
 def _measured(device: torch.device, here: Sequence[Tensor], host: Sequence[Tensor], meet: Meeting) -> MeasuredLink:
-    (out, back), clock, size, rounds = copies_of(device).engines, Clock(device), host[0].numel(), []
+    copies, clock, size, rounds = copies_of(device), Clock(device), host[0].numel(), []
     for _ in range(_ROUNDS):
         torch.accelerator.synchronize(device)
         meet(None)
         alone = _timed(clock, None, here[2], here[2])
         torch.accelerator.synchronize(device)
         rounds.append([
-            _timed(clock, out, host[0], here[0]), _timed(clock, back, here[1], host[1]),
+            _timed(clock, copies.out, host[0], here[0]), _timed(clock, copies.back, here[1], host[1]),
             _timed(clock, None, here[2], here[2]), alone,
         ])
     seconds = clock.reader()
@@ -71,16 +79,6 @@ def _measured(device: torch.device, here: Sequence[Tensor], host: Sequence[Tenso
     out_seconds, back_seconds, beside, without = (max(median(each), _SHORTEST_SECONDS) for each in zip(*spans))
     copied = min(beside, out_seconds) + min(beside, back_seconds)  # what of the copies ran beside the compute
     return MeasuredLink(size / out_seconds, size / back_seconds, max(0.0, beside - without) / copied)
-
-
-def _failure(device: torch.device, size: int, error: BaseException) -> CheckpointError:
-    if isinstance(error, CheckpointError):
-        return without_traceback(error)
-    return CheckpointError(
-        f"{device} has no memory left to measure its link to the host\n"
-        f"  received: {str(error).splitlines()[0]}; three times {size:,} bytes were wanted\n"
-        "  works:    the same without host=, or smaller batches"
-    )
 
 
 def _timed(clock: Clock, stream: torch.Stream | None, target: Tensor, source: Tensor) -> tuple[Stamp, Stamp]:

@@ -2,20 +2,21 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from itertools import chain
 from statistics import median
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from torchckpt.planning import Action
+from torchckpt.planning import Action, Stage
 from torchckpt.planning.order.schedule import Visit
 from torchckpt.planning.step.measured import Span, replays_apart
 from torchckpt.regions.devices import Clock, Stamp
 
-__all__ = ["KEPT_STEPS", "Record"]
+__all__ = ["KEPT_STEPS", "Record", "with_seconds"]
 
 KEPT_STEPS = 8
 """How many steps are kept, for medians."""
@@ -113,3 +114,9 @@ class Record:
         for (stage, _), region, start, end, _ in chain.from_iterable(replays[1:] or replays):
             times[stage][region].append(seconds(end) - seconds(start))
         return {stage: {region: median(each) for region, each in regions.items()} for stage, regions in times.items()}
+
+
+def with_seconds(stage: Stage, seconds: Mapping[int, float]) -> Stage:
+    """``stage``, with the seconds of the replays of its blocks."""
+    blocks = (replace(block, recompute_seconds=seconds.get(n, 0.0)) for n, block in enumerate(stage.blocks))
+    return replace(stage, blocks=tuple(blocks))

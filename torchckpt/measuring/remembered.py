@@ -4,9 +4,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Generic, TypeVar
 
-__all__ = ["LESS", "NEAR", "SHOWN", "Followed", "Remembered"]
+__all__ = ["LESS", "NEAR", "SHOWN", "Followed", "Remembered", "digest"]
 
 LESS = 0.9
 """After the device was out of memory, the share of its budget that a plan may use."""
@@ -54,3 +55,8 @@ class Followed(Generic[Plan]):
         excess = max(peak / limit for peak, limit in zip(peak_bytes, budget_bytes))
         if excess > NEAR:
             self.plan_less(1 / excess)
+
+
+def digest(value: object) -> str:
+    """A short text that is equal for equal values, in all processes, and that others do not have."""
+    return sha256(repr(value).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Saved: the bytes that one visit of a stage saves, by region."""
+"""Saved: the bytes that one visit of a stage saves, by region; a frame and a scope that have them counted."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,11 +13,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torchckpt.measuring.inputs import Inputs
 from torchckpt.planning import Stage, fixed
 from torchckpt.regions.core.frame import Frame
+from torchckpt.regions.core.options import Options
+from torchckpt.regions.core.scope import AroundRegion, Keep, Scope
 from torchckpt.regions.private import keep_from_dynamo, look_through
-from torchckpt.regions.saved import storage_of
+from torchckpt.regions.saved import storages_of
 from torchckpt.tensors import tensors_in
+from torchckpt.typing import Function
 
-__all__ = ["RegionBytes"]
+__all__ = ["CountingScope", "RegionBytes"]
 
 
 class RegionBytes:
@@ -31,7 +34,7 @@ class RegionBytes:
     """
 
     def __init__(self, modules: Iterable[nn.Module], is_new: Callable[[StorageWeakRef], bool]) -> None:
-        self._modules, self._is_new, self.is_in_region = tuple(modules), is_new, False
+        self._modules, self._is_new, self._is_in_region = tuple(modules), is_new, False
         self._before_bytes = self._after_bytes = 0.0  # outside of regions
         self._boundary_bytes: list[float] = []  # by region, what stays if it is recomputed
         self._inner_bytes: list[float] = []  # by region, what stays beside that if it is kept
@@ -61,28 +64,32 @@ class RegionBytes:
     def region(self, arguments: Any) -> Iterator[None]:
         """A context around the forward of a region."""
         self._inputs.begin(len(self._boundary_bytes), tensors_in(arguments))
-        self.is_in_region = True
+        self._is_in_region = True
         self._boundary_bytes.append(0.0)
         self._inner_bytes.append(0.0)
         try:
             yield
         finally:
-            self.is_in_region = False
+            self._is_in_region = False
+
+    def frame(self, options: Options) -> Frame:
+        """A frame for the next region."""
+        return _CountedFrame(options, self)
 
     def replayed(self, region: int, frame: Frame) -> None:
         """Count the saved tensors of a region. Call it right after the replay."""
         self._pass_over_parameters()  # which may be gathered from other ranks only now
         tensors = [tensor for saved in frame.recomputed for tensor, _ in saved]
-        self._saved.update(storage for tensor in tensors for storage in storage_of(tensor))
+        self._saved.update(storages_of(tensors))
         self._inner_bytes[region] = self._claimed(tensors)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         whole = tensor if tensor._base is None else tensor._base
         claimed_bytes = 0.0 if isinstance(whole, nn.Parameter) else self._claimed([tensor])
-        if self.is_in_region:  # a region's forward saves only its boundary
+        if self._is_in_region:  # a region's forward saves only its boundary
             self._boundary_bytes[-1] += claimed_bytes
             return tensor if tensor.is_leaf else tensor.detach()
-        self._saved.update(storage_of(tensor))
+        self._saved.update(storages_of([tensor]))
         if not self._boundary_bytes:
             self._before_bytes += claimed_bytes
         else:
@@ -91,17 +98,47 @@ class RegionBytes:
 
     def _pass_over_parameters(self) -> None:
         tensors = (tensor for module in self._modules for tensor in (*module.parameters(), *module.buffers()))
-        self._seen |= {storage for tensor in tensors for storage in storage_of(tensor)}
+        self._seen |= storages_of(tensors).keys()
 
     def _claimed(self, tensors: Sequence[Tensor]) -> float:
         """The bytes of the storages of ``tensors`` that were not counted before."""
-        total = 0
-        for tensor in tensors:
-            for storage, size in storage_of(tensor).items():
-                if storage not in self._seen and self._is_new(storage):
-                    self._seen.add(storage)
-                    total += size
-        return float(total)
+        sizes = storages_of(tensors).items()
+        new = {storage: size for storage, size in sizes if storage not in self._seen and self._is_new(storage)}
+        self._seen |= new.keys()
+        return float(sum(new.values()))
+
+
+class _CountedFrame(Frame):
+    def __init__(self, options: Options, saved: RegionBytes) -> None:
+        super().__init__(options)
+        self._saved = saved
+
+    def forward(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._saved.region((args, kwargs)):
+            return super().forward(function, args, kwargs)
+
+
+class CountingScope(Scope):
+    """A scope that has the bytes counted that one forward saves, and later the replays of its regions.
+
+    Args:
+        saved: counts them. Its ``replayed()`` is to be called right after each replay.
+    """
+
+    def __init__(self, keep: Keep, around: AroundRegion, saved: RegionBytes) -> None:
+        super().__init__(keep, around)
+        self.saved, self.frame = saved, saved.frame
+
+    @property
+    def stage(self) -> Stage:
+        """The bytes of the stage, without seconds. A stage that keeps its activations is one block."""
+        stage = self.saved.stage
+        return Stage((replace(fixed(), saved_bytes=stage.saved_bytes),)) if self.keep else stage
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        with super().entered(), self.saved.counted():
+            yield
 
 
 keep_from_dynamo(RegionBytes._pack)

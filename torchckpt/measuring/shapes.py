@@ -1,20 +1,24 @@
-"""Shapes: what the bytes of a step depend on: its tensors and flags, what is trained, modes, autocast."""
+"""Shapes: what the bytes of a step depend on: its tensors and flags, what is trained, modes, autocast.
+
+Steps of a plan over ranks must have that alike; else there is an error.
+"""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from itertools import chain
 from operator import attrgetter, methodcaller
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from torchckpt.errors import ScheduleError
 from torchckpt.modules import imported
 
-__all__ = ["ModelSettings", "Shapes", "shapes_of"]
+__all__ = ["ModelSettings", "Settings", "Shapes", "Signature", "shapes_of"]
 
 Shapes: TypeAlias = tuple[Any, ...]
 _trains, _requires_grad = attrgetter("training"), attrgetter("requires_grad")
@@ -28,8 +32,9 @@ def shapes_of(*args: Any, **kwargs: Any) -> Shapes:
         return tuple(map(_shape_of, args))
     leaves = [(path, leaf) for path, leaf in _paths_in((args, kwargs)) if isinstance(leaf, (Tensor, bool))]
     shapes = tuple(_shape_of(leaf) if isinstance(leaf, Tensor) else f"{leaf}" for _, leaf in leaves)
-    paths = tuple(path for path, _ in leaves)
-    return shapes if paths == tuple(f"[0][{place}]" for place in range(len(leaves))) else (*shapes, _shown(paths))
+    paths = [path for path, _ in leaves]
+    is_in_order = paths == [f"[0][{place}]" for place in range(len(leaves))]
+    return shapes if is_in_order else (*shapes, f"at {', '.join(path[3:] for path in paths)}")
 
 
 def _shape_of(tensor: Tensor) -> Shapes:
@@ -43,10 +48,6 @@ def _paths_in(tree: Any) -> list[tuple[str, Any]]:
     except ValueError:
         return [(f"[0][{number}]", leaf) for number, leaf in enumerate(pytree.tree_leaves(tree))]
     return [(pytree.keystr(path), leaf) for path, leaf in leaves]
-
-
-def _shown(paths: Collection[str]) -> str:
-    return f"at {', '.join(path[3:] for path in paths)}"
 
 
 class ModelSettings:
@@ -121,3 +122,77 @@ def _places(modules: Collection[Any]) -> int:
 def _autocast(kind: str) -> torch.dtype | None:
     is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if is_on else None
+
+
+# plans over ranks -----------------------------------------------------------------------------------------------------
+
+
+_WORKS = (
+    "  works:    the same {} in every step; for others, new stages of the same modules, and with a schedule of these "
+    "stages: recompute_ahead(schedule, budget=...)"
+)
+
+
+class Signature(NamedTuple):
+    """The forward of a stage."""
+
+    regions: int
+    inputs: Shapes
+    outputs: Shapes
+
+    def check(self, planned: Signature, where: str) -> None:
+        """Raise ``ScheduleError`` unless this is the ``planned`` one. ``where`` names the forward."""
+        if self != planned:
+            is_long = self._shown() == planned._shown()
+            raise ScheduleError(
+                "a micro-batch has other shapes or regions than those that the plan is for\n"
+                f"  received: {where}: {self._shown(is_long)}; planned: {planned._shown(is_long)}\n"
+                + _WORKS.format("shapes and flags")
+            )
+
+    def _shown(self, is_long: bool = False) -> str:
+        inputs = ", ".join(_shown(each, False, is_long) for each in self.inputs) or "unknown"
+        outputs = ", ".join(_shown(each, True, is_long) for each in self.outputs) or "unknown"
+        return f"{self.regions} regions, input {inputs}, output {outputs}"
+
+
+def _shown(shape: tuple[object, ...] | str, has_dtype: bool, is_long: bool) -> str:
+    if isinstance(shape, str):
+        return shape
+    *size, dtype, device, requires_grad = shape
+    text = f"{f'{dtype} '.removeprefix('torch.') if has_dtype or is_long else ''}{size}"
+    return f"{text} on {device} with{'' if requires_grad else 'out'} a gradient" if is_long else text
+
+
+class Settings:
+    """Those of the modules of stages: what is trained, the modes, autocast. A plan is for those of the counted step."""
+
+    def __init__(self) -> None:
+        self._models: dict[int, ModelSettings] = {}
+        self._of_step: tuple[dict[int, Shapes], dict[str, str]] = {}, {}
+        self._planned: tuple[dict[int, Shapes], dict[str, str]] | None = None
+
+    def check(self, modules: Mapping[int, nn.Module], device: str) -> None:
+        """Before a step on stages of these ``modules``, raise ``ScheduleError`` unless they have the planned settings.
+        """
+        self._models = self._models or {stage: ModelSettings(module) for stage, module in modules.items()}
+        now = {stage: model.now(device) for stage, model in self._models.items()}
+        if self._planned is None:
+            self._of_step = now, self._words(device)
+        elif now != self._planned[0]:
+            words, planned = self._words(device), self._planned[1]
+            names = (name for name in {**planned, **words} if words.get(name) != planned.get(name))
+            first, *more = [*names] or ["a module"]
+            raise ScheduleError(
+                "a step has other settings than the one that was counted for the plan\n"
+                f"  received: {first} is {words.get(first, 'absent')}{f', and {len(more)} more' if more else ''}; "
+                f"planned: {planned.get(first, 'absent')}\n" + _WORKS.format("modes, and the same parameters trained,")
+            )
+
+    def counted(self) -> None:
+        """The step had its bytes counted. The first such step is the one that the plan is for."""
+        self._planned = self._planned or self._of_step
+
+    def _words(self, device: str) -> dict[str, str]:
+        each = ((f"stage {stage}, ", model.words(device)) for stage, model in self._models.items())
+        return {stage + name: word for stage, words in each for name, word in words.items()}

@@ -28,8 +28,8 @@ from torchckpt.pipe.partition import (
     placement_faults,
 )
 from torchckpt.pipe.run.pipeline import run_pipeline
-from torchckpt.pipe.run.regions import Regions
 from torchckpt.pipe.run.step import Step, Took, one_ahead, timeline_of
+from torchckpt.pipe.run.visit import Regions
 from torchckpt.planning import Kind, Timeline
 from torchckpt.planning.budget import Bytes
 from torchckpt.planning.plan import PipelinePlan

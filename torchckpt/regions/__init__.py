@@ -67,8 +67,8 @@ from torchckpt.regions.core.checkpointing import Checkpointing, checkpoint
 from torchckpt.regions.core.keep import keep
 from torchckpt.regions.flags import is_checkpointing, is_recomputing
 from torchckpt.regions.moved.region import offload
+from torchckpt.regions.wrap.layers import offload_layers, offload_module
 from torchckpt.regions.wrap.module import checkpoint_module
-from torchckpt.regions.wrap.offload import offload_layers, offload_module
 
 __all__ = [
     "Checkpointing",

@@ -63,12 +63,9 @@ def on(stream: torch.Stream | None) -> AbstractContextManager[None]:
 
 @contextmanager
 def _on(stream: torch.Stream) -> Iterator[None]:
-    with _device(stream), stream:  # entering a stream that is already current on its device does not select the device
+    # Entering a stream that is already current on its device does not select the device.
+    with torch.accelerator.device_index(stream.device_index), stream:
         yield
-
-
-def _device(stream: torch.Stream) -> AbstractContextManager[Any]:
-    return torch.accelerator.device_index(stream.device_index)
 
 
 class SyncPoint:

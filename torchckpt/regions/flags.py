@@ -3,11 +3,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
-
-from torchckpt.typing import Function
 
 __all__ = ["Noted", "Replay", "is_checkpointing", "is_recomputing", "local", "state_lock"]
 
@@ -39,21 +37,11 @@ class Noted(list[nn.Module]):
     """The layers that have read their statistics, each with the versions of its buffers."""
 
 
-class EntersRegions(Protocol):
-    """Runs the regions that a thread enters, on behalf of a schedule; ``scope.Scope`` implements it."""
-
-    def run(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Any) -> tuple[Any, Any]:
-        """Run a region. Return its outputs, and its frame or None."""
-
-    def keep_result(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function whose result a region would keep, outside of regions that drop anything."""
-
-
 class _Thread:
     def __init__(self) -> None:
         self.flags: tuple[bool, bool, Replay | None] = (False, False, None)
         """Whether it runs a forward of a region; whether it replays one; and that replay."""
-        self.scope: EntersRegions | None = None
+        self.scope: Any = None  # runs the regions that it enters, on behalf of a schedule (core/scope.py)
         self.norms: Noted | None = None
         """Those of the forward that it runs."""
         self.order: Any = None  # when the regions that it moves to the host are released and fetched (moved/order.py)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchckpt.regions.private import DispatchMode, bytes_now
-from torchckpt.regions.saved import bytes_of, storage_of
+from torchckpt.regions.saved import bytes_of, storages_of
 from torchckpt.tensors import tensors_in
 
 __all__ = ["LiveStorages"]
@@ -82,31 +82,27 @@ class LiveStorages(DispatchMode):  # type: ignore[no-untyped-call]  # in torch
 
     def note(self, tree: Any, besides: Any = None) -> None:
         """Count the storages in ``tree`` that are not known, and not in ``besides``, as made here."""
-        fresh = self._storages_of(tree)
-        for storage in self._storages_of(besides) if fresh else ():
+        fresh = {storage: size for storage, size in storages_of(tensors_in(tree)).items() if storage not in self._made}
+        for storage in storages_of(tensors_in(besides)) if fresh else ():
             fresh.pop(storage, None)
         self._add(fresh)
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call the operator ``func``. The storages that it makes count, and those that it makes larger."""
         inputs = args, kwargs
-        before = _sizes_of(inputs) if _may_grow(func) else {}
+        before = storages_of(tensors_in(inputs)) if _may_grow(func) else {}
         outputs = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.lift_fresh.default:  # no operator has made its input; that of NumPy is borrowed
             self.note([one for one in tensors_in(outputs) if one.untyped_storage().resizable()])
         else:
             self.note(outputs, inputs)
         if before:
-            after = _sizes_of(inputs).items()
+            after = storages_of(tensors_in(inputs)).items()
             self._add({one: size for one, size in after if size > self._made.get(one, before.get(one, size))})
         return outputs
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.call(func, args, kwargs)
-
-    def _storages_of(self, tree: Any) -> dict[StorageWeakRef, int]:
-        """The storages of the tensors in ``tree`` that are not known yet, and their bytes."""
-        return {storage: size for storage, size in _sizes_of(tree).items() if storage not in self._made}
 
     def _add(self, sizes: dict[StorageWeakRef, int]) -> None:
         if sizes:
@@ -130,10 +126,6 @@ def _may_grow(func: Any) -> bool:
         return False
     is_out = any(one.kwarg_only and one.alias_info is not None for one in schema.arguments)
     return is_out or torch.Tag.inplace_view in func.tags or func.namespace != "aten"
-
-
-def _sizes_of(tree: Any) -> dict[StorageWeakRef, int]:
-    return {storage: size for tensor in tensors_in(tree) for storage, size in storage_of(tensor).items()}
 
 
 _ASKED = ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats")

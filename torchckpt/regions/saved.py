@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torchckpt.regions.private import keep_from_dynamo, look_through
 from torchckpt.tensors import inner_tensors
 
-__all__ = ["SavedBytes", "bytes_of", "saved_bytes", "storage_of"]
+__all__ = ["SavedBytes", "bytes_of", "saved_bytes", "storage_of", "storages_of"]
 
 
 class SavedBytes:
@@ -58,18 +58,22 @@ def saved_bytes() -> Iterator[SavedBytes]:
 
 def bytes_of(tensors: Iterable[Tensor], but: Iterable[Tensor] = ()) -> int:
     """The bytes of the storages of ``tensors``, each counted once, without those of ``but``."""
-    storages = {storage: size for tensor in tensors for storage, size in storage_of(tensor).items()}
-    for tensor in but:
-        for storage in storage_of(tensor):
-            storages.pop(storage, None)
+    storages = storages_of(tensors)
+    for storage in storages_of(but):
+        storages.pop(storage, None)
     return sum(storages.values())
+
+
+def storages_of(tensors: Iterable[Tensor]) -> dict[StorageWeakRef, int]:
+    """The storages of ``tensors``, each once, and their bytes."""
+    return {storage: size for tensor in tensors for storage, size in storage_of(tensor).items()}
 
 
 def storage_of(tensor: Tensor) -> dict[StorageWeakRef, int]:
     """The storage of ``tensor`` and its bytes; empty for a sparse tensor, which has no storage. A tensor that wraps
     others, such as a DTensor, has theirs: what this rank holds."""
     if hasattr(tensor, "__tensor_flatten__"):
-        return {key: size for inner in inner_tensors(tensor) for key, size in storage_of(inner).items()}
+        return storages_of(inner_tensors(tensor))
     if tensor.layout != torch.strided:
         return {}
     storage = tensor.untyped_storage()

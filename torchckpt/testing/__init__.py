@@ -1,6 +1,6 @@
 """Testing: count what a step costs, and check that regions do not change results. For this package's tests and yours.
 
-    lines, kept       ``saved_by_line``: what autograd keeps, by line; the storages, and when each is kept
+    lines             ``saved_by_line``: what autograd keeps, by line; the storages, and when each is kept
     counts            replays, FLOPs, bytes at the peak; whether a region is as the plain call
 
 >>> with torchckpt.testing.count_recomputes() as recomputes, torchckpt.testing.saved_bytes() as saved:

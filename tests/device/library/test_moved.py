@@ -98,7 +98,7 @@ def test_1_the_copy_to_the_host_waits_for_the_forward(sim, compute, copies):
     sim.synchronize()
     with sim.held(compute):
         scene.away()
-        in_time(copies._out)
+        in_time(copies.out)
     scene.assert_right()
 
 
@@ -108,12 +108,12 @@ def test_2_a_piece_is_written_when_it_was_read(sim, copies, in_use):
     third = Scene(3.0).away() if in_use else None
     sim.synchronize()
     place = next(first.region._moving()).piece.bytes.data_ptr()
-    with sim.held(copies._back):
+    with sim.held(copies.back):
         first.region._begin()  # its backward, which has it issued
         second.forward()
         second.region.send()
         assert next(second.region._moving()).piece.bytes.data_ptr() == place
-        in_time(copies._out)
+        in_time(copies.out)
     first.assert_right()
     second.region.release()
     second.assert_right()
@@ -126,12 +126,12 @@ def test_2_pieces_that_are_given_back_in_another_order_than_they_are_read(sim, c
     last.region.issue()
     sim.synchronize()
     place = next(first.region._moving()).piece.bytes.data_ptr()
-    with sim.held(copies._back):
+    with sim.held(copies.back):
         first.region._begin()
         last.region._begin()  # nothing is in use then, and what was given back last has been read
         third = Scene(3.0).away()
         assert next(third.region._moving()).piece.bytes.data_ptr() == place
-        in_time(copies._out)
+        in_time(copies.out)
     for scene in (first, last, third):
         scene.assert_right()
 
@@ -139,7 +139,7 @@ def test_2_pieces_that_are_given_back_in_another_order_than_they_are_read(sim, c
 def test_3_memory_is_let_go_of_when_it_was_copied(sim, compute, copies):
     scene = Scene()
     sim.synchronize()
-    with sim.held(copies._out):
+    with sim.held(copies.out):
         scene.away()
         memory = other()
         in_time(compute)
@@ -155,7 +155,7 @@ def test_4_memory_is_written_when_its_last_user_is_done(sim, compute, copies):
         result = memory + 1
         del memory
         scene.region.issue()
-        in_time(copies._back)
+        in_time(copies.back)
     assert (result.cpu() == 8).all()
     scene.assert_right()
 
@@ -164,7 +164,7 @@ def test_4_memory_is_written_when_its_last_user_is_done(sim, compute, copies):
 def test_5_a_backward_waits_for_what_it_reads(sim, compute, copies, is_late):
     scene = Scene().away()
     sim.synchronize()
-    with sim.held(copies._back):
+    with sim.held(copies.back):
         if not is_late:
             scene.region.issue()
         gradient = scene.backward()
@@ -176,7 +176,7 @@ def test_waits_that_are_noted_are_waits(sim, compute, copies, monkeypatch):
     monkeypatch.setattr(copies, "waits", [])
     scene = Scene().away()
     sim.synchronize()
-    with sim.held(copies._back):
+    with sim.held(copies.back):
         gradient = scene.backward()
         in_time(compute)
     scene.assert_right(gradient)
@@ -187,7 +187,7 @@ def test_5_each_backward_of_a_kept_graph_waits(sim, copies):
     scene = Scene().away()
     sim.synchronize()
     side = torch.Stream(DEVICE)
-    with sim.held(copies._back):
+    with sim.held(copies.back):
         scene.region.issue()
         torch.autograd.grad(scene.loss, scene.x, retain_graph=True)
         gradient = scene.backward()
@@ -198,7 +198,7 @@ def test_5_each_backward_of_a_kept_graph_waits(sim, copies):
 def test_6_what_nobody_has_read_is_let_go_of_when_it_came(sim, compute, copies):
     scene = Scene().away()
     sim.synchronize()
-    with sim.held(copies._back):
+    with sim.held(copies.back):
         scene.region.issue()
         del scene.loss  # and the memory of the target is free
         memory = other()
@@ -210,7 +210,7 @@ def test_6_what_nobody_has_read_is_let_go_of_when_it_came(sim, compute, copies):
 def test_what_was_not_let_go_of_is_read_while_it_is_sent_and_dies_without_a_wait(sim, compute, copies):
     scene = Scene()
     sim.synchronize()
-    with sim.held(copies._out):
+    with sim.held(copies.out):
         scene.forward()
         scene.region.send()
         gradient = scene.backward()
@@ -230,9 +230,9 @@ def test_a_region_on_another_stream_than_its_schedule(sim, copies):
         with side:
             scene.forward()
         scene.region.send()  # the stream that is current now has not waited for the other
-        in_time(copies._out)
+        in_time(copies.out)
     sim.synchronize()
-    with sim.held(copies._out):
+    with sim.held(copies.out):
         scene.region.release()
         with side:
             memory = other()
@@ -247,7 +247,7 @@ def test_a_copy_that_is_held_until_the_release_on_another_stream(sim, copies):
     sim.synchronize()
     with side:
         scene.forward()
-    with sim.held(copies._out):
+    with sim.held(copies.out):
         scene.region.send()
         scene.region.release()
         with side:
@@ -287,9 +287,9 @@ def test_the_current_stream_is_asked_each_time(sim, copies):
         with side:
             with sim.held(side):
                 scene.away()
-                in_time(copies._out)
+                in_time(copies.out)
                 scene.region.issue()
-                in_time(copies._back)
+                in_time(copies.back)
                 gradient = scene.backward()
             side.synchronize()
         scene.assert_right(gradient)
@@ -316,7 +316,7 @@ def test_each_way_has_a_stream_of_its_own_beside_the_computation(sim, compute, c
     with sim.record() as ran:
         chain(x * 1).backward()
     by_stream = Counter((one.stream, one.operator == "aten::copy_") for one in ran if one.device == 0)
-    out, back = copies._out.stream_id, copies._back.stream_id
+    out, back = copies.out.stream_id, copies.back.stream_id
     # of five regions three go, with two storages each, and the fourth is sent, too
     assert (by_stream[out, True], by_stream[back, True]) == (8, 6)
     assert (by_stream[out, False], by_stream[back, False], by_stream[compute.stream_id, True]) == (0, 0, 0)
@@ -380,7 +380,7 @@ def test_a_step_whose_streams_are_late(sim, copies, compute, late):
     model, step = gpt()
     expected = step()
     sim.synchronize()
-    streams = {"out": copies._out, "back": copies._back, "compute": compute, "nothing": torch.Stream(DEVICE)}
+    streams = {"out": copies.out, "back": copies.back, "compute": compute, "nothing": torch.Stream(DEVICE)}
     with offload_layers(model, Block, min_bytes=1):
         for _ in range(2):
             with sim.held(streams[late]):

@@ -12,8 +12,7 @@ from tests.distributed.stages import Blocks, batch, schedule_on, stages_of, step
 from tests.settings import with_gloo
 from torchckpt.distributed import recompute_ahead
 from torchckpt.errors import ScheduleError
-from torchckpt.measuring.shapes import shapes_of
-from torchckpt.measuring.signature import Signature
+from torchckpt.measuring.shapes import Signature, shapes_of
 
 pytestmark = with_gloo
 

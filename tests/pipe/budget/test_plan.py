@@ -11,10 +11,10 @@ from torch import nn
 from tests.pipe.budget.models import Wide
 from tests.slow import slow
 from torchckpt import BudgetInfeasible
-from torchckpt.pipe.budget.blocks import blocks_of
 from torchckpt.pipe.budget.count import Counted
-from torchckpt.pipe.budget.plan import fit, graph_order, placement_of, planned_order, step_order
+from torchckpt.pipe.budget.plan import blocks_of, fit, graph_order, placement_of, step_order
 from torchckpt.pipe.partition import ChangedInputs, Layer, Stage
+from torchckpt.pipe.run.step import with_replays
 from torchckpt.planning import Block, Choice, Kind, Link, with_recompute
 from torchckpt.planning import Stage as Work
 from torchckpt.planning.step.measured import Span
@@ -105,7 +105,7 @@ def test_recomputes_of_the_graph_stand_where_its_lanes_have_them():
     order = graph_order((0, 1), 4)
     plan = fit(order.schedule, counted(order.schedule, stages), "60%", 2).plan
     assert plan.schedule == with_recompute(order.schedule, plan.choices, 2)
-    launched = planned_order(order, plan).launched
+    launched = with_replays(order.launched, plan.schedule)
     assert [one for one in launched if one.kind is not Kind.RECOMPUTE] == list(order.launched)
 
 

@@ -16,7 +16,6 @@ import torchckpt
 from tests.pipe.stages import run, stages_of
 from torchckpt.pipe.run import links
 from torchckpt.pipe.run.links import Place
-from torchckpt.regions import devices
 
 CPU = torch.device("cpu")
 
@@ -25,6 +24,7 @@ class FakeStream:
     """Writes down what it is asked, under its name. The current ones are on a stack, as with real streams."""
 
     current: ClassVar[list[FakeStream]] = []
+    device_index = 0
 
     def __init__(self, name: str, events: list[str]) -> None:
         self.name, self.events = name, events
@@ -79,7 +79,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(Place, "of", staticmethod(of))
     monkeypatch.setattr(links, "_transfer", transfer)
-    monkeypatch.setattr(devices, "_device", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.accelerator, "device_index", lambda index: nullcontext())
     monkeypatch.setattr(links, "_record", lambda tensor, stream: None)
     return events
 

@@ -6,16 +6,15 @@ that is under all others of the thread while the step lasts: each counts for the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from torchckpt.measuring.live import LiveBytes, Watch
-from torchckpt.measuring.record import Record
+from torchckpt.measuring.record import Record, with_seconds
 from torchckpt.measuring.saved import RegionBytes
 from torchckpt.modules import is_compiled
 from torchckpt.pipe.partition import Stage
@@ -28,8 +27,7 @@ from torchckpt.planning.step.memory import Level
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.private import after_backward, put_under_modes
-from torchckpt.tensors import gradient_bytes
-from torchckpt.typing import Function
+from torchckpt.tensors import gradient_bytes, nodes_behind
 
 __all__ = ["Count", "Counted"]
 
@@ -120,8 +118,9 @@ class Count:
     @contextmanager
     def acting(self, action: Action) -> Iterator[None]:
         """A context around an action."""
-        record = self._records[self._placement[action.stage]]
-        with self._watched(action), self._saving(action):
+        record, saved = self._records[self._placement[action.stage]], self._saved.get(action.stage)
+        is_counted = saved is not None and action.kind is Kind.FORWARD and action.micro_batch == _COUNTED
+        with self._watched(action), saved.counted() if saved and is_counted else nullcontext():
             start = record.awaits()
             if action.kind is Kind.RECOMPUTE:
                 with record.recomputing(action):
@@ -133,7 +132,7 @@ class Count:
     def frame(self, visit: Visit, block: int, options: Options) -> Frame:
         """The frame for a block of a visit."""
         saved = self._saved.get(visit[0]) if visit[1] == _COUNTED else None
-        frame = Frame(options) if saved is None else _CountedFrame(options, saved)
+        frame = Frame(options) if saved is None else saved.frame(options)
         frame.around = partial(self._replaying, visit, block)
         return frame
 
@@ -161,15 +160,11 @@ class Count:
         for record in self._records:
             record.end()
         levels = [with_gradients(live.levels, self._gradient_bytes) for live in self._live]
-        blocks = tuple(self._saved[stage.number].stage for stage in self._stages) if self._saved else ()
         seconds = {stage: replays for record in self._records for stage, replays in record.replay_seconds().items()}
-        self._learn(Counted(_timed(blocks, seconds), [record.spans()[-1] for record in self._records], levels))
+        blocks = (with_seconds(saved.stage, seconds.get(stage, {})) for stage, saved in self._saved.items())
+        self._learn(Counted(tuple(blocks), [record.spans()[-1] for record in self._records], levels))
 
     # how ------------------------------------------------------------------------------------------------------------
-
-    def _saving(self, action: Action) -> AbstractContextManager[None]:
-        is_counted = action.kind is Kind.FORWARD and action.micro_batch == _COUNTED and action.stage in self._saved
-        return self._saved[action.stage].counted() if is_counted else nullcontext()
 
     @contextmanager
     def _replaying(self, visit: Visit, block: int, frame: Frame) -> Iterator[None]:
@@ -232,34 +227,11 @@ class Count:
             self.finish()
 
 
-class _CountedFrame(Frame):
-    def __init__(self, options: Options, saved: RegionBytes) -> None:
-        super().__init__(options)
-        self._saved = saved
-
-    def forward(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self._saved.region((args, kwargs)):
-            return super().forward(function, args, kwargs)
-
-
-def _timed(stages: Sequence[Work], seconds: Mapping[int, Mapping[int, float]]) -> tuple[Work, ...]:
-    """``stages``, with the seconds of the replays of their blocks."""
-    return tuple(
-        replace(work, blocks=tuple(
-            replace(block, recompute_seconds=seconds.get(stage, {}).get(n, 0.0)) for n, block in enumerate(work.blocks)
-        ))
-        for stage, work in enumerate(stages)
-    )
-
-
 def _last_nodes(first: Sequence[Any], before: set[Any]) -> list[Any]:
     """The nodes of a visit that run last in its backward: behind them are its inputs and parameters alone."""
-    last, seen, stack = [], set(first), list(first)
-    while stack:
-        node = stack.pop()
-        behind = [one for one, _ in node.next_functions if one is not None and one not in before and one.next_functions]
-        if not behind:
-            last.append(node)
-        stack += [one for one in dict.fromkeys(behind) if one not in seen]
-        seen.update(behind)
-    return last
+
+    def counts(node: Any) -> bool:
+        return node not in before and bool(node.next_functions)
+
+    nodes = nodes_behind(first, counts)
+    return [node for node in nodes if not any(one is not None and counts(one) for one, _ in node.next_functions)]

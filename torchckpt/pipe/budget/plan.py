@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
+
+from torch import nn
 
 from torchckpt.errors import BudgetInfeasible
 from torchckpt.pipe.budget.count import Counted
-from torchckpt.pipe.partition import Stage
+from torchckpt.pipe.partition import ChangedInputs, Stage
 from torchckpt.pipe.run.pipeline import clock_cycles
-from torchckpt.pipe.run.step import Order, one_ahead, with_replays
+from torchckpt.pipe.run.step import Order, one_ahead
 from torchckpt.planning import Action, Choice, Kind, Link, Schedule, arrival, with_recompute
 from torchckpt.planning.budget import Bytes
 from torchckpt.planning.plan import PipelinePlan
@@ -24,7 +27,7 @@ from torchckpt.planning.step.measured import measured_step
 from torchckpt.planning.step.memory import Level
 from torchckpt.planning.step.simulated import Step
 
-__all__ = ["fit", "graph_order", "placement_of", "planned_order", "step_order"]
+__all__ = ["blocks_of", "fit", "graph_order", "parts_of", "placement_of", "step_order"]
 
 
 def placement_of(stages: Sequence[Stage]) -> tuple[int, ...]:
@@ -51,11 +54,6 @@ def graph_order(placement: tuple[int, ...], m: int) -> Order:
 def _by_rank(name: str, launched: Sequence[Action], placement: tuple[int, ...], m: int) -> Order:
     orders = (tuple(one for one in launched if placement[one.stage] == rank) for rank in range(max(placement) + 1))
     return Order(Schedule(name, tuple(orders), placement, m), launched)
-
-
-def planned_order(order: Order, plan: PipelinePlan) -> Order:
-    """``order`` with the recomputes of ``plan``."""
-    return Order(plan.schedule, with_replays(order.launched, plan.schedule))
 
 
 def fit(order: Schedule, counted: Counted, budget: Bytes, lookahead: int | None) -> Fitted:
@@ -103,3 +101,38 @@ def _late(choice: Choice) -> Choice:
     return replace(choice, early=(), late=tuple(sorted((*choice.early, *choice.late))))
 
 
+# blocks: the layers of a stage that are kept or recomputed together --------------------------------------------------
+
+
+def blocks_of(layers: Sequence[nn.Module]) -> list[int]:
+    """The number of layers of each block.
+
+    A layer that has layers inside, or a class of one's own, is a block, together with the layers without parameters
+    behind it. Layers of torch without layers inside are small, and to keep the input of each would save little. So they
+    are one block up to the next layer that is none of these.
+
+    >>> blocks_of([nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.Linear(2, 2)), nn.ReLU(), nn.Linear(2, 2), nn.ReLU()])
+    [2, 2, 2]
+    """
+    counts: list[int] = []
+    is_after_large = False
+    for layer in layers:
+        is_large = not type(layer).__module__.startswith("torch.nn.") or next(layer.children(), None) is not None
+        has_parameters = next(layer.parameters(), None) is not None
+        if is_large or not counts or (is_after_large and has_parameters):
+            counts.append(0)
+            is_after_large = is_large
+        counts[-1] += 1
+    return counts
+
+
+def parts_of(stage: Stage, in_place: dict[tuple[int, int], ChangedInputs]) -> list[Stage]:
+    """The blocks of ``stage``, each as a stage of its own. ``in_place`` is as in ``partition``: what a block changes is
+    found when it runs for the first time, which is in a step that recomputes everything."""
+    counts = blocks_of([layer.module for layer in stage.layers])
+    parts = []
+    for end, count in zip(accumulate(counts), counts):
+        first = stage.first + end - count
+        changed = in_place.setdefault((first, first + count), {})
+        parts.append(Stage(stage.number, first, stage.layers[end - count : end], stage.device, changed))
+    return parts

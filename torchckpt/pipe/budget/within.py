@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,20 +22,21 @@ from torchckpt.errors import BudgetInfeasible, CheckpointError
 from torchckpt.measuring.live import Watch
 from torchckpt.measuring.remembered import LESS, SHOWN, Followed, Remembered
 from torchckpt.measuring.shapes import ModelSettings, shapes_of
-from torchckpt.pipe.budget.blocks import parts_of
 from torchckpt.pipe.budget.count import Count, Counted
-from torchckpt.pipe.budget.following import Following
-from torchckpt.pipe.budget.plan import fit, graph_order, placement_of, planned_order, step_order
+from torchckpt.pipe.budget.plan import fit, graph_order, parts_of, placement_of, step_order
 from torchckpt.pipe.microbatch import MicroBatch
 from torchckpt.pipe.partition import ChangedInputs, Stage
-from torchckpt.planning import Schedule
+from torchckpt.pipe.run.step import Order, with_replays
+from torchckpt.pipe.run.visit import Part, Regions, Replay
+from torchckpt.planning import Action, Choice, Kind, Schedule, State
 from torchckpt.planning.budget import Bytes, bytes_per_rank
 from torchckpt.planning.plan import PipelinePlan
 from torchckpt.planning.plan.run.fit_measured import Fitted, PlannedStep, with_levels
 from torchckpt.planning.step.measured import measured_timeline
+from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import Options
 
-__all__ = ["Within"]
+__all__ = ["Following", "Within"]
 
 _TRIES = 3
 """So many steps that could not be counted are no reason to worry."""
@@ -140,11 +142,13 @@ class Within:
         if in_graph and waiting is not None and not waiting.is_reached:
             self._warn("a forward begins while another waits for its backward: it recomputes all, beyond the budget")
             return Following(order, in_graph, blocks, plan, count, options)
-        known = self._followed = self._look_up((lookahead, shapes_of(batches), self._now(pipe, stages)))
+        key = lookahead, shapes_of(batches), self._now(pipe, stages)
+        known = self._followed = self._known.setdefault(key, _Known())
+        self._known.move_to_end(key)
         is_counted = known.begins(self.budget, order.schedule, lookahead)
         if known.plan is not None:
             plan = known.plan.plan
-            order = planned_order(order, plan)
+            order = Order(plan.schedule, with_replays(order.launched, plan.schedule))
         if known.tries > _TRIES:
             self._warn("a backward does not reach all micro-batches, so its step cannot be counted, and has no plan")
         if is_counted:
@@ -187,11 +191,6 @@ class Within:
         finally:
             self._watch.stop()
 
-    def _look_up(self, key: Any) -> _Known:
-        known = self._known.setdefault(key, _Known())
-        self._known.move_to_end(key)
-        return known
-
     def _now(self, pipe: nn.Module, stages: Sequence[Stage]) -> Any:
         """What else the bytes of a step depend on."""
         if self._settings is None:
@@ -224,3 +223,66 @@ def _fitted(counted: Counted, budget: Bytes, share: float, order: Schedule, look
             return replace(fit(order, counted, less, lookahead), budget_bytes=whole.budget_bytes)
         except BudgetInfeasible as error:  # then that rank recomputes everything
             less[error.rank or 0] = error.least_bytes
+
+
+# one step -------------------------------------------------------------------------------------------------------------
+
+
+class Following(Regions):
+    """The regions of one step.
+
+    Args:
+        order: what ``Pipe.step`` runs; the graph of ``loss.backward()`` has its own.
+        in_graph: whether recomputes are nodes of the graph.
+        blocks: of each stage, each as a stage of its own.
+        plan: None: every block is recomputed in its backward.
+        count: what counts the step; None: nothing does.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        in_graph: bool,
+        blocks: Sequence[Sequence[Stage]],
+        plan: PipelinePlan | None,
+        count: Count | None,
+        options: Options,
+    ) -> None:
+        super().__init__(lambda j, i: True, options)
+        self.order, self.count = order, count
+        self._in_graph, self._blocks, self._plan = in_graph, blocks, plan
+
+    def parts(self, stage: Stage, i: int) -> tuple[list[Part], Replay | None]:
+        blocks, visit = self._blocks[stage.number], (stage.number, i)
+        choice = Choice.all(State.LATE, len(blocks)) if self._plan is None else self._plan.step.choice(visit)
+        frames = [self._frame(stage.number, i, n) if n in choice.recomputed else None for n in range(len(blocks))]
+        early = [frame for n, frame in enumerate(frames) if frame is not None and n in choice.early]
+        action = Action(stage.number, Kind.RECOMPUTE, i)
+        around = partial(self.acting, action) if self._in_graph else nullcontext
+        return list(map(Part, blocks, frames)), _Early(early, around) if early else None
+
+    def acting(self, action: Action) -> AbstractContextManager[None]:
+        return nullcontext() if self.count is None else self.count.acting(action)
+
+    def forwarded(self, j: int, i: int, arrived: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        if self.count is not None:
+            self.count.forwarded((j, i), arrived, outputs)
+
+    def finish(self) -> None:
+        if self.count is not None:
+            self.count.finish()
+
+    def _frame(self, j: int, i: int, block: int) -> Frame:
+        return Frame(self._options) if self.count is None else self.count.frame((j, i), block, self._options)
+
+
+class _Early:
+    """The regions of a visit that an R replays, the last one first."""
+
+    def __init__(self, frames: list[Frame], around: Callable[[], AbstractContextManager[None]]) -> None:
+        self._frames, self._around = frames, around
+
+    def recompute(self) -> None:
+        with self._around():
+            while self._frames:
+                self._frames.pop().recompute()

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from torchckpt.pipe.run.regions import Replay
+from torchckpt.pipe.run.visit import Replay
 from torchckpt.regions.core.nodes import fork, join, recompute
 
 __all__ = ["Edges", "Lane", "before"]

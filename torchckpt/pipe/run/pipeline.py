@@ -42,8 +42,7 @@ from torchckpt.pipe.microbatch import MicroBatch
 from torchckpt.pipe.partition import Stage
 from torchckpt.pipe.run.lane import Edges, Lane, before
 from torchckpt.pipe.run.links import Place, copy, wait
-from torchckpt.pipe.run.regions import Part, Regions
-from torchckpt.pipe.run.visit import InFlight, of_caller, visit
+from torchckpt.pipe.run.visit import InFlight, Part, Regions, of_caller, visit
 from torchckpt.pipe.run.worker import RunTasks, in_caller, is_bound_to_caller, keep_workers, workers
 from torchckpt.planning import Action, Kind
 from torchckpt.regions.core.frame import Frame
@@ -82,9 +81,7 @@ def run_pipeline(
     threads = threads and not is_bound_to_caller()
     devices = list(dict.fromkeys(stage.device for stage in stages))
     places = [Place.of(stage.device) for stage in stages]
-    runners = [
-        StageRunner(stage, place, Lane(lookahead), stage is stages[-1], regions) for stage, place in zip(stages, places)
-    ]
+    lanes = [Lane(lookahead) for _ in stages]
     home = cache(Place.of)  # called in this thread: the current streams of a worker are others
     in_flight = [
         of_caller(batch, stages, lambda tensor: Transfer((tensor,), home(tensor.device), None))
@@ -94,7 +91,8 @@ def run_pipeline(
 
     def step(i: int, j: int) -> None:
         with in_profile("forward", j, i):
-            in_flight[i] = runners[j].step(i, in_flight[i], i == last)
+            is_last = stages[j] is stages[-1]
+            in_flight[i] = run_stage(stages[j], places[j], lanes[j], regions, i, in_flight[i], is_last, i == last)
 
     # Stages on one device share its generator, so one thread runs them in a fixed order.
     threading: AbstractContextManager[RunTasks] = workers(len(devices)) if threads else nullcontext(in_caller)
@@ -116,51 +114,49 @@ def in_profile(action: str, stage: int, i: int) -> AbstractContextManager[Any]:
 # a visit in one graph -------------------------------------------------------------------------------------------------
 
 
-class StageRunner:
-    """One stage in one forward, with its place and its lane. Only one thread uses it."""
+def run_stage(
+    stage: Stage, place: Place, lane: Lane, regions: Regions, i: int, batch: InFlight, is_last: bool, ends: bool
+) -> InFlight:
+    """Run ``stage`` on micro-batch ``i``, and return the batch for the next stage. Only one thread uses a ``lane``.
 
-    def __init__(self, stage: Stage, place: Place, lane: Lane, is_last: bool, regions: Regions) -> None:
-        self._stage, self._place, self._lane, self._is_last = stage, place, lane, is_last
-        self._regions = regions
-
-    def step(self, i: int, batch: InFlight, last: bool) -> InFlight:
-        """Run the stage on micro-batch ``i``, and return the batch for the next stage."""
-        place, j = self._place, self._stage.number
-        is_graded = torch.is_grad_enabled()
-        parts, early = self._regions.parts(self._stage, i) if is_graded else ([Part(self._stage, None)], None)
-        frame = parts[0].frame
-        is_cut = place.compute is not None
-        with on(place.compute):
-            due = self._lane.due()
-            arrived = tuple(tensor for transfer in batch.transfers for tensor in moved(transfer, place))
-            if frame is not None:
-                arrived, due = behind_checkpoints(frame, arrived, due)  # [1], [8]
-            with self._regions.acting(Action(j, Kind.FORWARD, i)):
-                visited = visit(  # [2]
-                    parts,
-                    batch,
-                    arrived,
-                    fetch=lambda skip: moved(skip, place)[0],
-                    stash=lambda skip: Transfer((skip,), place, None),
-                    is_cut=is_cut,
-                    is_last=self._is_last,
-                )
-            tensors = visited.tensors
-            self._regions.forwarded(j, i, arrived, tensors)
-            stream = None if self._is_last else place.side_stream()
-            if stream is not None:
-                tensors, due = before(tensors, due), []  # [8]
-            with on(stream):
-                tensors = wait(place.compute, stream, tensors) if stream else tensors  # [3]
-                tensors = self._lane.passed(early, tensors, due)  # [4]
-            rest = self._lane.rest() if last else []  # [5]
-            with on(stream):
-                tensors = before(tensors, rest)  # [8]
-        return visited.onward(
-            tensors,
-            stash=lambda skip: Transfer((skip,), place, stream),
-            send=lambda output: [Transfer(output, place, stream)],
-        )
+    Args:
+        is_last: whether there is no next stage.
+        ends: whether no other micro-batch comes.
+    """
+    parts, early = regions.parts(stage, i) if torch.is_grad_enabled() else ([Part(stage, None)], None)
+    frame = parts[0].frame
+    is_cut = place.compute is not None
+    with on(place.compute):
+        due = lane.due()
+        arrived = tuple(tensor for transfer in batch.transfers for tensor in moved(transfer, place))
+        if frame is not None:
+            arrived, due = behind_checkpoints(frame, arrived, due)  # [1], [8]
+        with regions.acting(Action(stage.number, Kind.FORWARD, i)):
+            visited = visit(  # [2]
+                parts,
+                batch,
+                arrived,
+                fetch=lambda skip: moved(skip, place)[0],
+                stash=lambda skip: Transfer((skip,), place, None),
+                is_cut=is_cut,
+                is_last=is_last,
+            )
+        tensors = visited.tensors
+        regions.forwarded(stage.number, i, arrived, tensors)
+        stream = None if is_last else place.side_stream()
+        if stream is not None:
+            tensors, due = before(tensors, due), []  # [8]
+        with on(stream):
+            tensors = wait(place.compute, stream, tensors) if stream else tensors  # [3]
+            tensors = lane.passed(early, tensors, due)  # [4]
+        rest = lane.rest() if ends else []  # [5]
+        with on(stream):
+            tensors = before(tensors, rest)  # [8]
+    return visited.onward(
+        tensors,
+        stash=lambda skip: Transfer((skip,), place, stream),
+        send=lambda output: [Transfer(output, place, stream)],
+    )
 
 
 class Transfer(NamedTuple):

@@ -31,8 +31,7 @@ from torchckpt.pipe.microbatch import MicroBatch
 from torchckpt.pipe.partition import Stage
 from torchckpt.pipe.run.links import Place, copy, wait
 from torchckpt.pipe.run.pipeline import in_profile
-from torchckpt.pipe.run.regions import Regions, Replay
-from torchckpt.pipe.run.visit import InFlight, of_caller, visit
+from torchckpt.pipe.run.visit import InFlight, Regions, Replay, of_caller, visit
 from torchckpt.planning import (
     Action,
     Block,

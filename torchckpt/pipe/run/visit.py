@@ -1,4 +1,4 @@
-"""Visit: one stage on one micro-batch, for both engines (``pipeline.py``, ``step.py``).
+"""Visit: one stage on one micro-batch, and which of its layers are regions, for ``pipeline.py`` and ``step.py``.
 
 Layers may change an input of their stage in place, such as ``ReLU(inplace=True)`` as the first layer of a stage. But a
 replay must start from the same input as the forward, and the input of the first stage belongs to the caller. So the
@@ -11,8 +11,9 @@ Changing such an input is an error in the forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,13 +22,56 @@ from torch.utils import _pytree as pytree
 from torchckpt.errors import Fault, called, check, raise_fault
 from torchckpt.pipe.microbatch import MicroBatch
 from torchckpt.pipe.partition import Mode, Stage
-from torchckpt.pipe.run.regions import Part
 from torchckpt.pipe.skip import Name, Skips, StageSkips, stasher_behind
+from torchckpt.planning import Action
+from torchckpt.regions.core.frame import Frame
+from torchckpt.regions.core.options import DEFAULT, Options
 from torchckpt.regions.private import storage_key
 from torchckpt.regions.state.layout import NamesModules, layout_of
 from torchckpt.tensors import PutBack, hides_tensors, tensors_of, tensors_of_pair
 
-__all__ = ["InFlight", "Memory", "StageCall", "Visited", "of_caller", "visit"]
+__all__ = ["InFlight", "Memory", "Part", "Regions", "Replay", "StageCall", "Visited", "of_caller", "visit"]
+
+
+class Part(NamedTuple):
+    """Consecutive layers of a stage, on one micro-batch."""
+
+    stage: Stage
+    frame: Frame | None
+    """The frame of the region that they are; None: their activations are kept."""
+
+
+class Replay(Protocol):
+    """What an action R of a pipeline runs: a frame, or several."""
+
+    def recompute(self) -> None: ...
+
+
+class Regions:
+    """The regions of each visit. Here all layers of a stage are one.
+
+    Args:
+        is_recomputed: maps a stage and a micro-batch to whether the visit is a region.
+        options: the settings of the regions.
+    """
+
+    def __init__(self, is_recomputed: Callable[[int, int], bool], options: Options = DEFAULT) -> None:
+        self._is_recomputed, self._options = is_recomputed, options
+
+    def parts(self, stage: Stage, i: int) -> tuple[list[Part], Replay | None]:
+        """The parts of a visit, in the order of their forwards; and what an R replays."""
+        frame = Frame(self._options) if self._is_recomputed(stage.number, i) else None
+        return [Part(stage, frame)], frame
+
+    def acting(self, action: Action) -> AbstractContextManager[None]:
+        """A context around an action."""
+        return nullcontext()
+
+    def forwarded(self, j: int, i: int, arrived: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Called behind the forward of a visit whose backward is that of the whole graph."""
+
+    def finish(self) -> None:
+        """Called when all actions of a step have run."""
 
 
 class InFlight(NamedTuple):

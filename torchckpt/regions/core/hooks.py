@@ -26,8 +26,7 @@ from torchckpt.regions.private import (
     hooks_entered,
     hooks_in_force,
     look_through,
-    pop_hooks,
-    push_hooks,
+    only_hooks,
 )
 from torchckpt.regions.state.ambient import Generator, generators_of
 from torchckpt.regions.state.boundary import Hooks
@@ -144,16 +143,8 @@ def _heeding(mode: AbstractContextManager[Any], users: Hooks) -> Iterator[None]:
     pack, unpack = hooks_in_force(False)
     named = partial(pack)
     look_through(named, users=(partial(users[0]), users[1]))  # a partial has no mark, if the user's is of this library
-    _put(named, unpack)
     try:
-        with mode:
+        with only_hooks([*hooks_entered()[:-1], (named, unpack)]), mode:
             yield
     finally:
-        _put(pack, unpack)
         named.__dict__.clear()  # the graph holds it, and must not hold the user's hooks
-
-
-def _put(pack: Any, unpack: Any) -> None:
-    """Put these hooks in place of those in force."""
-    pop_hooks()
-    push_hooks(pack, unpack)

@@ -36,6 +36,8 @@ class Scope:
         self.keep = keep
         self.around = around
         """A context entered around each replay of a collected frame. Gets the region number and the frame."""
+        self.frame: Callable[[Options], Frame] = Frame
+        """Makes the frame of an outermost region."""
         self.frames: list[Frame] = []
         self.numbers: list[int] = []
         """The region numbers of ``frames``, in the same order."""
@@ -61,10 +63,11 @@ class Scope:
             return frame.forward(function, args, kwargs), frame
         number, collected = self.regions, None
         self.regions += 1
+        function = self.wrapped(number, function)
         if self.keep if isinstance(self.keep, bool) else number in self.keep:
-            outputs = self._kept(function, args, kwargs)
+            outputs = self._run_kept(function, args, kwargs)
         else:
-            collected = Frame(options)
+            collected = self.frame(options)
             outputs = collected.forward(function, args, kwargs)
             collected.around = None if self.around is None else partial(self.around, number)
             self.frames.append(collected)
@@ -73,11 +76,15 @@ class Scope:
             note(number, outputs)
         return outputs, collected
 
+    def wrapped(self, number: int, function: Function) -> Function:
+        """What the outermost region ``number`` calls in place of ``function``."""
+        return function
+
     def keep_result(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run what ``torchckpt.keep`` is called with, in a plain call."""
+        """Run what ``torchckpt.keep`` is called with, outside of regions that drop anything."""
         return function(*args, **kwargs)
 
-    def _kept(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_kept(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._is_inside_kept = True
         try:
             return function(*args, **kwargs)

@@ -1,8 +1,7 @@
 """A region whose saved tensors go to the host after its forward, and are back before its backward.
 
     region            one call: what it saves and moves; ``release()`` and ``issue()``, for a schedule
-    order             when regions that no schedule drives are released and fetched
-    driven            the same, by a plan that names boundaries
+    order             when regions are released and fetched: by themselves, or by a plan that names boundaries
     slot              the place of one saved tensor, and how it is put together again
     copies            the copies of one device, and all waits
     arena             memory of the host, pinned once

@@ -101,8 +101,9 @@ class Copies:
     def __init__(self, device: torch.device) -> None:
         self.device, self.arena = device, Arena(device)
         has_streams = device.type != "cpu"
-        self._out: torch.Stream | None = torch.Stream(device) if has_streams else None
-        self._back: torch.Stream | None = torch.Stream(device) if has_streams else None
+        self.out: torch.Stream | None = torch.Stream(device) if has_streams else None
+        self.back: torch.Stream | None = torch.Stream(device) if has_streams else None
+        """The streams of the copies to the host and back."""
         self._known: weakref.WeakValueDictionary[int | None, Bytes] = weakref.WeakValueDictionary()
         """By the key of the storage."""
         self.waits: list[tuple[Stamp, Stamp]] | None = None
@@ -111,12 +112,7 @@ class Copies:
 
     def current(self) -> torch.Stream | None:
         """The stream that is current now; None on the CPU."""
-        return None if self._out is None else torch.accelerator.current_stream(self.device)
-
-    @property
-    def engines(self) -> tuple[torch.Stream | None, torch.Stream | None]:
-        """The streams of the copies to the host and back."""
-        return self._out, self._back
+        return None if self.out is None else torch.accelerator.current_stream(self.device)
 
     def known(self, tensor: Tensor) -> Bytes | None:
         """The bytes of its storage, if a region has saved it that has not let go of it."""
@@ -159,12 +155,12 @@ class Copies:
     def _queue(self, sources: Sequence[Bytes], pieces: Sequence[Piece]) -> torch.Event | None:
         """Queue copies to the host; their end."""
         for stream in dict.fromkeys(stream for each in sources for stream in each.streams):
-            _wait(self._out, _mark(stream))  # [1]
-        with on(self._out):
+            _wait(self.out, _mark(stream))  # [1]
+        with on(self.out):
             for each, piece in zip(sources, pieces):
-                _wait(self._out, piece.read)  # [2]
+                _wait(self.out, piece.read)  # [2]
                 piece.bytes[: each.size].copy_(each.memory, non_blocking=True)
-        return _mark(self._out)
+        return _mark(self.out)
 
     def fetch(self, targets: Iterable[Bytes]) -> None:
         """Queue the copies back of those that are away, in this order."""
@@ -173,11 +169,11 @@ class Copies:
             return
         memories = [torch.empty(each.size, dtype=torch.uint8, device=self.device) for each, _ in away]
         compute = self.current()
-        _wait(self._back, _mark(compute))  # [4]
-        with on(self._back):
+        _wait(self.back, _mark(compute))  # [4]
+        with on(self.back):
             for (each, piece), memory in zip(away, memories):
                 memory.copy_(piece.bytes[: each.size], non_blocking=True)
-                each.came, each.is_waited_for = _mark(self._back), False
+                each.came, each.is_waited_for = _mark(self.back), False
                 each.memory, each.streams = memory, () if compute is None else (compute,)
                 each.is_away, each.is_back = False, True
                 self.arena.last_read = each.came

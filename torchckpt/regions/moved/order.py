@@ -1,18 +1,24 @@
-"""Order: when the regions of a thread that no schedule drives go to the host, and when they are fetched.
+"""Order: when the regions of a thread go to the host, and when they are fetched.
 
-A region is sent when the next one begins, so the last is never sent, and it is let go of when the next but one begins.
-In the backward it is fetched when the backward of the one after it begins. So two regions are here at a time.
+Without a plan, a region is sent when the next one begins, so the last is never sent, and it is let go of when the next
+but one begins. In the backward it is fetched when the backward of the one after it begins. So two regions are here at a
+time.
 
-A schedule has an order of its own, with the same methods, in ``local.thread.order``.
+A plan has an order of its own, with the same methods, in ``local.thread.order``.
 """
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import count
 from typing import Protocol
 from weakref import WeakValueDictionary
 
-__all__ = ["Order", "Ordered"]
+from torchckpt.regions.flags import local
+
+__all__ = ["Driven", "Order", "Ordered"]
 
 
 class Ordered(Protocol):
@@ -57,3 +63,56 @@ class Order:
             before = before if each.has_begun else each
         if before is not None:
             before.issue()
+
+
+class Driven:
+    """The moves of one step that a plan has, in place of an :class:`Order`.
+
+    Regions and boundaries have names, which are the caller's. Memory and copies follow from the order in which
+    boundaries are reached, however long the copies take.
+
+    Args:
+        moves: the name of a region, and of the boundaries where it is released and issued. Those that are issued at one
+            boundary are issued in this order.
+    """
+
+    def __init__(self, moves: Iterable[tuple[Hashable, Hashable, Hashable]]) -> None:
+        self._released: defaultdict[Hashable, list[Hashable]] = defaultdict(list)
+        self._issued: defaultdict[Hashable, list[Hashable]] = defaultdict(list)
+        self._regions: WeakValueDictionary[Hashable, Ordered] = WeakValueDictionary()
+        for region, release, issue in moves:
+            self._released[release].append(region)
+            self._issued[issue].append(region)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside the block, regions that are made follow these moves, and no others."""
+        before, local.thread.order = local.thread.order, self
+        try:
+            yield
+        finally:
+            local.thread.order = before
+
+    def begins(self, region: Ordered) -> None:
+        """The forward of ``region`` begins: nothing follows from it."""
+
+    def returns(self, region: Ordered) -> None:
+        """The backward of ``region`` begins: nothing follows from it."""
+
+    def moves(self, name: Hashable, region: Ordered) -> None:
+        """``region`` is the one that moves have this name for."""
+        self._regions[name] = region
+
+    def happens_at(self, boundary: Hashable) -> bool:
+        """Whether something is still to be done at ``boundary``."""
+        return boundary in self._released or boundary in self._issued
+
+    def reaches(self, boundary: Hashable, *_: object) -> None:
+        """The compute is at ``boundary``: issue, then release. What was done is not done again. Also a hook of a node.
+        """
+        for name in self._issued.pop(boundary, ()):
+            if (region := self._regions.get(name)) is not None:
+                region.issue()
+        for name in self._released.pop(boundary, ()):
+            if (region := self._regions.get(name)) is not None:
+                region.release()

@@ -6,16 +6,18 @@ from contextlib import ExitStack
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from types import UnionType
-from typing import Any, Protocol, TypeAlias, TypeGuard, Union, get_origin
+from typing import Any, TypeAlias, TypeGuard, Union, get_origin
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
-from torchckpt.errors import Fault, check, kind
+from torchckpt.errors import Fault, called, check, kind
 from torchckpt.regions.core.options import DEFAULT, Options, check_options, shown
-from torchckpt.regions.wrap.module import Setting, as_region, module_faults
+from torchckpt.regions.moved.region import LEAST_BYTES, Moving, least_bytes_faults
+from torchckpt.regions.wrap.module import RegionHandle, Setting, as_region, module_faults
 
-__all__ = ["Layers", "LayersHandle", "Removable", "Selector", "wrap_layers"]
+__all__ = ["Layers", "LayersHandle", "Removable", "Selector", "offload_layers", "offload_module", "wrap_layers"]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -23,12 +25,8 @@ Selector: TypeAlias = "str | type[Any] | UnionType | Callable[[nn.Module], bool]
 """A name or a pattern of names, a class, or a function that says of a module whether it is one."""
 Layers: TypeAlias = "dict[str, nn.Module]"
 """Layers by name."""
-
-
-class Removable(Protocol):
-    """A handle, of one module or hook."""
-
-    def remove(self) -> None: ...
+Removable: TypeAlias = RegionHandle | RemovableHandle
+"""What undoes one module, or takes one hook away."""
 
 
 class LayersHandle:
@@ -219,3 +217,65 @@ def _layer_faults(chosen: Layers, verb: str) -> Iterator[Fault]:
             more = f", and {len(inner) - 1} more" if inner[1:] else ""
             works = f"those around alone: {verb}_layers(model, {_pattern_of(name)!r}); or those inside alone"
             yield Fault("a chosen layer is inside of another", f"{inner[0]!r} is inside of {name!r}{more}", works)
+
+
+# those whose calls move -----------------------------------------------------------------------------------------------
+
+
+@called("offload_module")
+def offload_module(module: nn.Module, *, min_bytes: int = LEAST_BYTES) -> RegionHandle:
+    """From now on, run every call of ``module`` as :func:`offload` does.
+
+    In place: ``state_dict`` keys, ``isinstance``, ``repr``, hooks, pickling and copying stay as they are, and a copy
+    moves its tensors, too. Hooks of ``module`` run outside the region, those of its children inside.
+
+    >>> handles = [torchckpt.offload_module(layer) for layer in model.layers]
+    >>> handles[0].remove()           # this one keeps its activations on the device again
+
+    Args:
+        module: any ``nn.Module`` whose ``forward`` is a method of its class.
+        min_bytes: as in :func:`offload`. Default: 1 MiB.
+
+    Returns:
+        A handle whose ``remove()`` makes the module plain again. A ``with`` block on the handle removes at its end.
+
+    Raises:
+        ArgumentError: ``module`` is no module, is a region already, or has its ``forward`` set on the instance; or
+            ``min_bytes`` is no number of bytes.
+    """
+    check([*module_faults(module, "offload"), *least_bytes_faults(min_bytes)])
+    return as_region(module, Moving(min_bytes))
+
+
+@called("offload_layers")
+def offload_layers(
+    model: nn.Module,
+    layers: Selector | Sequence[Selector] | Set[Selector],
+    *,
+    every: int = 1,
+    min_bytes: int = LEAST_BYTES,
+) -> LayersHandle:
+    """From now on, run every call of the chosen layers of ``model`` as :func:`offload` does.
+
+    >>> model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(4)))
+    >>> handle = torchckpt.offload_layers(model, torch.nn.Sequential, every=2)
+    >>> handle
+    <offload_layers: 2 modules: 0, 2>
+    >>> handle.remove()
+
+    Args:
+        model: the module whose submodules are chosen. It is never chosen itself.
+        layers: a class, a name or a pattern of names, a function of a module, or several of these: as in
+            :func:`checkpoint_layers`.
+        every: of those that are chosen, in the order of ``model.named_modules()``, the first and then every n-th one.
+            A link that takes two forwards of a layer to copy one has the time for every second layer.
+        min_bytes: as in :func:`offload`. Default: 1 MiB.
+
+    Returns:
+        A handle with ``names`` and ``remove()``; as a context manager it removes at its end.
+
+    Raises:
+        ArgumentError: all faults of the call in one message. Nothing is changed.
+    """
+    faults = least_bytes_faults(min_bytes)
+    return LayersHandle(*wrap_layers(model, layers, every, Moving(min_bytes), faults), "offload_layers")

@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.helpers import leaf
 from torchckpt import checkpoint, keep
-from torchckpt.distributed.counting import CountingScope
+from torchckpt.measuring.saved import CountingScope, RegionBytes
 from torchckpt.planning import Block, Stage, fixed
 from torchckpt.planning.step.measured import measured_stage
 from torchckpt.regions.saved import storage_of
@@ -25,9 +25,9 @@ def counted(function, *before, module=_NOTHING, keep=False):
     @contextmanager
     def around(region, frame):
         yield
-        scope.replayed(region, frame)
+        scope.saved.replayed(region, frame)
 
-    scope = CountingScope(keep, around, module, lambda storage: storage not in old)
+    scope = CountingScope(keep, around, RegionBytes([module], lambda storage: storage not in old))
     with scope.entered():
         y = function()
     y.sum().backward()
