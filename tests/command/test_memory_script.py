@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from torchckpt.__main__ import main
 from torchckpt.command.memory import run_script
 from torchckpt.testing import SavedByLine
 
@@ -208,3 +209,12 @@ def test_torch_is_as_before(ran):
     for source in (LOOP, NET, "raise ValueError('the pump is off')"):
         ran(source)
         assert (torch.autograd.backward, torch.autograd.grad) == functions
+
+
+def test_the_picture_is_where_the_command_began(tmp_path, monkeypatch, capsys):
+    (tmp_path / "else").mkdir()
+    (tmp_path / "train.py").write_text("import os\nos.chdir('else')\n" + LOOP)
+    monkeypatch.chdir(tmp_path)
+    main(["memory", "train.py", "--svg", "step.svg"])
+    assert (tmp_path / "step.svg").exists()
+    assert not [*(tmp_path / "else").iterdir()]

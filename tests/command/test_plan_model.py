@@ -121,6 +121,7 @@ H100 = ("--device", "h100")
 HALF = (*H100, "--budget", "50%")
 BAD = [
     ((WORDS, "--budget", "50%"), "the model has no device; works: plan examples.plan_llama:tiny --device h100"),
+    ((WORDS, "--profile"), "the model has no device; works: plan examples.plan_llama:tiny --device h100 --profile"),
     ((WORDS, "--device", "tpu", "--budget", "50%"), "the device is not one of a100, h100, h200, b200, mi300x"),
     ((WORDS, *H100, "--budget", "80"), "the budget is no size; received: --budget 80 (it has no unit); works"),
     ((WORDS, *H100, "--device-memory", "80"), "not a size such as 80GB or 60GiB; received: 80 (it has no unit)"),

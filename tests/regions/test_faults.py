@@ -12,6 +12,7 @@ from tests.accelerator import random_states
 from tests.left_behind import nothing_left_behind
 from torchckpt import Checkpointing, checkpoint, checkpoint_module, is_recomputing
 from torchckpt.errors import RecomputationError, RegionError
+from torchckpt.regions.core import call
 from torchckpt.testing import count_recomputes
 
 ERRORS = [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit]
@@ -349,3 +350,15 @@ def test_error_while_a_replay_ends_early_is_the_users_and_the_replay_can_be_trie
 def test_function_that_takes_the_end_of_the_replay_for_an_error_is_equal(function, call):
     x = torch.randn(3, requires_grad=True)
     assert equal_gradients(call(function, x).sum(), x.sin().exp().sum(), x)
+
+
+def test_an_interrupt_when_a_replay_begins_is_no_other_error(monkeypatch):
+    block, x = Block(), torch.randn(3, 4)
+    loss = checkpoint(block, x).sum()
+
+    def interrupted(function):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(call, "runs_compiled_code", interrupted)
+    with nothing_left_behind(), pytest.raises(KeyboardInterrupt):
+        loss.backward()

@@ -78,9 +78,10 @@ def model_faults(options: argparse.Namespace) -> None:
     clash = next((name for name in ("mesh", "efficiency") if options.profile and getattr(options, name)), None)
     if clash is not None:
         why = "the ranks of a mesh are not there to run" if clash == "mesh" else "what is run has no need of a share"
-        raise Unusable(f"--profile and --{clash} are both given, and {why}; works: {options.target} --profile")
+        raise Unusable(f"--profile and --{clash} are both given, and {why}; works: plan {options.target} --device h100 --profile")
     if options.device is None:
-        raise Unusable(f"the model has no device; works: plan {options.target} --device h100")
+        profile = " --profile" if options.profile else ""
+        raise Unusable(f"the model has no device; works: plan {options.target} --device h100{profile}")
     if options.budget is not None and options.device_memory is not None:
         raise Unusable("--budget and --device-memory are both given; works: --budget 60GB")
     if options.budget is None and options.device_memory is None:

@@ -57,6 +57,7 @@ def run(options: argparse.Namespace) -> None:
     if not Path(options.script).is_file():
         raise Unusable(f"there is no such script; received: {options.script}; works: train.py")
     passes: list[SavedByLine] = []
+    picture = None if options.svg is None else options.svg.absolute()  # the script may change the folder
     try:
         run_script([options.script, *options.of_script], options.steps, passes)
     finally:
@@ -64,8 +65,8 @@ def run(options: argparse.Namespace) -> None:
             say(f"\npass {number}: {kept}")
         if not passes:
             say("\nThere was no backward pass in the main thread of this process.")
-        elif options.svg is not None:
-            write(options.svg, max(passes, key=lambda kept: kept.total).draw())
+        elif picture is not None:
+            write(picture, max(passes, key=lambda kept: kept.total).draw())
 
 
 class _Enough(BaseException):

@@ -5,7 +5,7 @@ Steps of a plan over ranks must have that alike; else there is an error.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple, TypeAlias
@@ -21,7 +21,7 @@ from torchckpt.modules import imported
 __all__ = ["ModelSettings", "Settings", "Shapes", "Signature", "shapes_of"]
 
 Shapes: TypeAlias = tuple[Any, ...]
-_trains, _requires_grad = attrgetter("training"), attrgetter("requires_grad")
+_trains, _requires_grad, _bytes = attrgetter("training"), attrgetter("requires_grad"), attrgetter("nbytes")
 _children, _own, _values = attrgetter("_modules"), attrgetter("_parameters"), methodcaller("values")
 
 
@@ -56,7 +56,6 @@ class ModelSettings:
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._modules: list[Callable[[], nn.Module | None]] = [lambda: None]  # they are looked for at first
-        self._parameters: list[Callable[[], nn.Parameter | None]] = []
         self._places = self._sizes = 0
 
     def now(self, *kinds: str) -> Shapes:
@@ -83,8 +82,8 @@ class ModelSettings:
     @property
     def has_gradients(self) -> bool:
         """Whether a parameter has one already: the step need not make it."""
-        parameters = (parameter() for parameter in self._parameters)
-        return any(parameter is not None and parameter.grad is not None for parameter in parameters)
+        modules = [module for module in (each() for each in self._modules) if module is not None]
+        return any(parameter is not None and parameter.grad is not None for parameter in _parameters_of(modules))
 
     @property
     def gathered(self) -> list[nn.Parameter]:
@@ -97,8 +96,7 @@ class ModelSettings:
         model = self._model()
         modules = [] if model is None else [*model.modules()]
         parameters = [] if model is None else [*model.parameters()]
-        self._modules = [weakref.ref(module) for module in modules]
-        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self._modules = [weakref.ref(module) for module in modules]  # not the parameters: torch swaps none that has one
         # Numbers alone, whose hash is the same in all processes.
         sizes = ((len(each.shape), *each.shape, each.element_size()) for each in parameters)
         self._sizes = hash((*chain(*sizes), *(crc32(type(module).__qualname__.encode()) for module in modules)))
@@ -107,16 +105,21 @@ class ModelSettings:
     def _flags(self) -> int | None:
         """The hash of the settings; None where a module or a parameter was added, taken away, or exchanged."""
         modules = [module() for module in self._modules]
-        parameters = [parameter() for parameter in self._parameters]
-        if id(None) in map(id, (*modules, *parameters)) or _places(modules) != self._places:
+        if id(None) in map(id, modules) or _places(modules) != self._places:
             return None
-        return hash((*map(_trains, modules), *map(_requires_grad, parameters), self._sizes))
+        parameters = [parameter for parameter in _parameters_of(modules) if parameter is not None]
+        trained = map(_requires_grad, parameters)
+        return hash((*map(_trains, modules), *trained, *map(_bytes, parameters), self._sizes))
 
 
 def _places(modules: Collection[Any]) -> int:
     """What is where in these modules: their children and their parameters."""
     held = map(_values, chain(map(_children, modules), map(_own, modules)))
     return hash((*map(id, chain.from_iterable(held)),))
+
+
+def _parameters_of(modules: Iterable[Any]) -> Iterator[nn.Parameter | None]:
+    return chain.from_iterable(map(_values, map(_own, modules)))
 
 
 def _autocast(kind: str) -> torch.dtype | None:

@@ -25,7 +25,7 @@ class Replay(list[nn.Module]):
     ran: Mapping[nn.Module, Mapping[str, Tensor]]
     """The norm layers that the forward has run, each with copies of its buffers from before, or with nothing."""
     watched: list[nn.Module]
-    """The norm layers that have hooks, by which they are lent copies. Set where ``ran`` has any."""
+    """The norm layers that have hooks, by which they are lent copies."""
     compiles = False
     """Whether Dynamo has compiled code in it."""
 

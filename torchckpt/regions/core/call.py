@@ -189,7 +189,7 @@ class Call:
 
     def _run_again(self, run: Function, random: RandomState, pack: Pack, unpack: Unpack) -> Any:
         replay = Replay()
-        replay.ran = norms.ran(self._looked, self._noted) if self._ran is None else self._ran
+        replay.ran, replay.watched = norms.ran(self._looked, self._noted) if self._ran is None else self._ran, []
         thread, graded = local.thread, torch.is_grad_enabled()
         flags, scope = thread.flags, thread.scope
         random_after: RandomState = []

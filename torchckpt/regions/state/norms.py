@@ -93,7 +93,6 @@ def lend(replay: Replay, is_compiled: bool) -> None:
     Each layer has the copies during its calls alone, by hooks of its own, since other threads may call it meanwhile.
     If there is compiled code, or its forward alone is called, which no hook sees, it has them until the end.
     """
-    replay.watched = []
     whole = is_compiled or any(layer in _bare for layer in replay.ran)
     for layer, values in replay.ran.items():
         if whole:
