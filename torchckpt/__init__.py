@@ -58,12 +58,15 @@ __all__ = [
     "testing",
 ]
 
-_MODULES = ("costs", "distributed", "errors", "graph", "layers", "pipe", "planning", "regions", "testing", "typing")
+_MODULES = (
+    "costs", "distributed", "errors", "graph", "jobs", "layers", "pipe", "planning", "regions", "testing", "typing",
+)
 _ELSEWHERE = {
     "costs": ("pipeline_costs",),
     "distributed": ("recompute_ahead",),
     "graph": ("backend", "frontier", "mark", "region", "rematerialize", "rematerialize_"),
     "pipe": ("NoChunk", "balance_by_bytes", "balance_by_time"),
+    "jobs": ("plan_job", "search_layouts"),
     "planning.plan": ("plan_pipeline",),
     "testing": ("count_recomputes", "saved_bytes"),
 }

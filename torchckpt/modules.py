@@ -44,7 +44,7 @@ def is_compiled_class(cls: type[Any]) -> bool:
 
 
 def imported(module: str, *names: str) -> tuple[Any, ...]:
-    """The classes of ``module`` by these names. None, if it is not imported yet: then nothing is of these classes."""
+    """Those classes of ``module`` that have these names; none, if nobody has imported it: then nothing is of them."""
     loaded = sys.modules.get(module)
     return tuple(getattr(loaded, name) for name in names if hasattr(loaded, name))
 

@@ -102,9 +102,9 @@ def pipeline_costs(
 
     Inside of :func:`~torchckpt.costs.fake_mesh` the stages may be parallelized: tensor, sequence, context and expert
     parallelism, FSDP2. Then counts are those of one rank, with its collectives, and ``static_bytes`` has what FSDP2
-    gathers at once. A collective takes seconds by the device's ``network``. The block waits for it, but FSDP2's run
-    beside the block's work, as they are started ahead: of them the block waits for what exceeds this work. ``build`` is
-    called twice there if blocks are regions.
+    gathers at once. A collective takes seconds by the device's ``network``. A block waits for it. Those of FSDP2 start
+    ahead and run beside the block's work, which waits only for what they take longer. ``build`` is called twice there
+    if blocks are regions.
 
     >>> def stages():
     ...     first, second = (nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))) for _ in range(2))

@@ -38,8 +38,8 @@ FIRST_STEPS = 4
 """With a budget: the steps that are measured before the plan is made."""
 
 _COUNTED, _COUNTED_SPLIT = 1, 2
-"""The steps in which bytes are counted: of whole backwards, and of split ones. Of the steps of a plan, the first of the
-two."""
+"""Steps are numbered from 0. The first number is the step that counts the bytes of whole backwards, and the step of a
+plan that is counted; the second, the step that counts those of split ones."""
 
 _CALLER = "recompute_ahead()"
 _NO_REGIONS = Fault(

@@ -50,7 +50,7 @@ RATES = {
     "mi300x": Rates(0.4, _HOPPER, 304),
 }
 """By name of a device. The shares of products, memory, host and overlap are those of ``benchmarks/published/fit.py``,
-one fit on all series of docs/accuracy.md; those of a B200 and an MI300X are taken over, without rows that tell."""
+one fit on all series of docs/accuracy.md; those of a B200 and an MI300X are of no fit: their few rows are in none."""
 
 
 class Product(NamedTuple):

@@ -132,8 +132,8 @@ def _out_ends(took: Took, going: Collection[int], link: MeasuredLink) -> dict[in
 
 
 def _seconds(took: Took, held: Collection[int], away: Sequence[Away], link: MeasuredLink) -> float:
-    """The seconds of the step, with what its backwards wait for copies. Where calls leave, their copies have ended, but
-    at the turn."""
+    """The seconds of the step, with what its backwards wait for copies. A forward waits for none: a call leaves when
+    its copy has ended. Those that are left when the last forward ends are waited for there."""
     ends = _out_ends(took, [each.call for each in away], link)
     now = max([sum(call.forward_seconds for call in took.calls), *ends.values()])
     free, arrivals = 0.0, {}

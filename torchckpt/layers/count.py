@@ -18,13 +18,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchckpt.layers.took import FIRST_BYTES, Call, Key, Took
+from torchckpt.measuring.inputs import Inputs
 from torchckpt.measuring.live import Watch
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.devices import Clock
 from torchckpt.regions.live import LiveStorages
 from torchckpt.regions.moved.region import LEAST_BYTES
 from torchckpt.regions.moved.slot import stays
-from torchckpt.regions.private import after_backward, alive, newest_node, number_of, put_under_modes, use_count
+from torchckpt.regions.private import after_backward, newest_node, number_of, put_under_modes
 from torchckpt.regions.saved import storage_of, storages_of
 from torchckpt.tensors import tensors_in
 
@@ -99,11 +100,7 @@ class Counter:
         self._again: dict[int, int] = {}
         """By call, the bytes of outputs that a replay makes as well, but for the size of the largest output."""
         self._boundary: dict[int, int] = {}
-        self._claimed: set[Any] = set()
-        self._inputs: list[tuple[weakref.ref[Tensor], dict[Any, int]]] = []
-        """Those that the last call was the first to be called with, and their storages with their bytes."""
-        self._unsaved: dict[int, dict[Any, int]] = {}
-        """By call, the storages of inputs that its boundary alone held when the next call began."""
+        self._inputs = Inputs()
         self._is_in_backward = self._is_broken = False
         self.groups: set[dist.ProcessGroup] = set()
         """Those in which forwards have communicated."""
@@ -135,13 +132,7 @@ class Counter:
     def forward(self, call: int, arguments: Any) -> Iterator[None]:
         """A context around the forward of a call."""
         self._watch.live = self._live
-        dead = [item for tensor, sizes in self._inputs if alive(tensor) is None for item in sizes.items()]
-        self._unsaved[call - 1] = {key: size for key, size in dead if use_count(key) == 1}
-        sizes = {tensor: storage_of(tensor) for tensor in tensors_in(arguments)}
-        new = {key: size for each in sizes.values() for key, size in each.items() if key not in self._claimed}
-        self._inputs = [(weakref.ref(tensor), each) for tensor, each in sizes.items() if each.keys() <= new.keys()]
-        self._boundary[call] = sum(new.values())
-        self._claimed.update(new)
+        self._boundary[call] = self._inputs.begin(call, tensors_in(arguments))
         if self._is_blind:
             self._live.note(arguments)
         self._note(Kind.FORWARD, call)
@@ -162,8 +153,8 @@ class Counter:
         early = [each for each in tensors if each.grad_fn and number_of(each.grad_fn) < self._newest.get(call, 0)]
         again = storages_of(early).keys() | (sizes.keys() & noted.keys())
         besides = sum(sizes.values()) - max(sizes.values(), default=0)  # what the last operation makes may be as large
-        self._again[call] = min(besides, sum(sizes[key] for key in again - self._claimed))
-        saved = {*self._lasting, *noted} - self._claimed - sizes.keys()
+        self._again[call] = min(besides, sum(sizes[key] for key in again - self._inputs.claimed))
+        saved = {*self._lasting, *noted} - self._inputs.claimed - sizes.keys()
         self._lasting = {storage for storage in saved if not storage.expired()}
         self._late, self._watch.before = len(self._moments) - 1, self._freed
 
@@ -218,7 +209,7 @@ class Counter:
             dead = {storage: size for storage, size in self._noted[call].items() if storage.expired()}
             going = (size for storage, size in dead.items() if storage in self._going)
             cached = {storage: size for storage, size in dead.items() if storage in self._lasting}
-            unsaved = sum(size for key, size in self._unsaved.get(call, {}).items() if key not in saved)
+            unsaved = self._inputs.unsaved_bytes(call, saved)
             self._inner[call] = Inner(sum(dead.values()), sum(going), cached, unsaved)
 
     def _freed(self) -> None:

@@ -45,10 +45,10 @@ from torchckpt.typing import Function
 __all__ = ["Begin", "Enter", "Steps"]
 
 _AGAIN, _MOST_AGAIN = 8, 256
-"""After a step that was taken for a known one and was none, so many that begin alike are counted, and so many more as
-there were steps of the plans before it, but at most as many as the second number."""
+"""After a step that was taken for a known one and was another, the next steps that begin alike are counted: the first
+number of them, and one more for each step that had followed the plans, at most the second number more."""
 _MOST_ROUNDS = 8
-"""So often they are, where nothing is learned of it."""
+"""How often that is done where nothing is learned of it."""
 _HIDES = (
     "chosen layers take or return objects whose tensors are not seen, so every call is recomputed: have them take "
     "tensors, lists, tuples or dicts, or register the class with torch.utils._pytree"

@@ -47,7 +47,7 @@ class Call(NamedTuple):
     shared_bytes: float = 0.0
     """What of ``cached_bytes`` every call of the layer before it holds as well, if it is kept."""
     late_most: float = 0.0
-    """The most bytes while the calls up to this one are alive, none of them runs, and nobody holds what was cached."""
+    """The most bytes while no call runs, those up to this one wait for their backward, and nothing is cached."""
 
 
 class Took(NamedTuple):
@@ -126,8 +126,8 @@ def most_of(tooks: Sequence[Took], factors: Sequence[float]) -> Took:
 
 
 _TOLERANCE = 0.001
-"""The share of an amount by which a parabola through the origin may be above the straight line, where it is foretold.
-Amounts between the two sizes are below that line; then the line alone may miss the origin by as much."""
+"""An amount is foretold by the straight line through the two that were counted. Beyond them, a parabola through both
+and the origin may be above it by this share of the amount. Between them, the line may miss the origin by as much."""
 _LEAST_SECONDS = 0.5
 """Seconds differ from step to step: those that are foretold are at least this share of the fewest that were seen."""
 _FARTHEST = 2

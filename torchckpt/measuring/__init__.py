@@ -1,5 +1,6 @@
 """What a step takes while it runs, for ``layers/``, ``pipe/`` and ``distributed/``.
 
+    inputs            what calls are called with, and what of it a kept call does not need
     link              bytes a second to the host and back
     remembered        the steps that were counted, and what becomes of a plan that takes too much
     shapes            what the bytes of a step depend on; what the steps of a plan over ranks must have alike

@@ -10,12 +10,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from torchckpt.measuring.inputs import Inputs
 from torchckpt.planning import Stage, fixed
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.core.scope import AroundRegion, Keep, Scope
 from torchckpt.regions.private import keep_from_dynamo, look_through
-from torchckpt.regions.saved import storages_of
+from torchckpt.regions.saved import storage_of, storages_of
+from torchckpt.tensors import tensors_in
 from torchckpt.typing import Function
 
 __all__ = ["CountingScope", "RegionBytes"]
@@ -36,16 +38,19 @@ class RegionBytes:
         self._before_bytes = self._after_bytes = 0.0  # outside of regions
         self._boundary_bytes: list[float] = []  # by region, what stays if it is recomputed
         self._inner_bytes: list[float] = []  # by region, what stays beside that if it is kept
+        self._inputs = Inputs()
         self._seen: set[StorageWeakRef] = set()
+        self._saved: set[StorageWeakRef] = set()
+        """Those that are saved even if all regions are kept."""
         self._pass_over_parameters()
 
     @property
     def stage(self) -> Stage:
         """The bytes of the stage, without seconds. Each region is a block."""
-        blocks = (
-            replace(fixed(), saved_bytes=boundary + inner, boundary_bytes=boundary)
-            for boundary, inner in zip(self._boundary_bytes, self._inner_bytes)
-        )
+        blocks = []
+        for region, (boundary, inner) in enumerate(zip(self._boundary_bytes, self._inner_bytes)):
+            freed = max(inner - min(boundary, self._inputs.unsaved_bytes(region, self._saved)), 0.0)
+            blocks.append(replace(fixed(), saved_bytes=boundary + freed, boundary_bytes=boundary))
         return Stage(tuple(blocks), fixed(saved_bytes=self._before_bytes), fixed(saved_bytes=self._after_bytes))
 
     @contextmanager
@@ -53,10 +58,12 @@ class RegionBytes:
         """A context around the forward of the stage."""
         with saved_tensors_hooks(self._pack, lambda tensor: tensor):
             yield
+        self._inputs.begin(len(self._boundary_bytes), ())  # for the last region: nothing comes after it
 
     @contextmanager
-    def region(self) -> Iterator[None]:
+    def region(self, arguments: Any) -> Iterator[None]:
         """A context around the forward of a region."""
+        self._inputs.begin(len(self._boundary_bytes), tensors_in(arguments))
         self._is_in_region = True
         self._boundary_bytes.append(0.0)
         self._inner_bytes.append(0.0)
@@ -72,14 +79,18 @@ class RegionBytes:
     def replayed(self, region: int, frame: Frame) -> None:
         """Count the saved tensors of a region. Call it right after the replay."""
         self._pass_over_parameters()  # which may be gathered from other ranks only now
-        self._inner_bytes[region] = self._claimed([tensor for saved in frame.recomputed for tensor, _ in saved])
+        tensors = [tensor for saved in frame.recomputed for tensor, _ in saved]
+        self._saved.update(storage for tensor in tensors for storage in storage_of(tensor))
+        self._inner_bytes[region] = self._claimed(tensors)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         whole = tensor if tensor._base is None else tensor._base
         claimed_bytes = 0.0 if isinstance(whole, nn.Parameter) else self._claimed([tensor])
         if self._is_in_region:  # a region's forward saves only its boundary
             self._boundary_bytes[-1] += claimed_bytes
-        elif not self._boundary_bytes:
+            return tensor if tensor.is_leaf else tensor.detach()
+        self._saved.update(storage_of(tensor))
+        if not self._boundary_bytes:
             self._before_bytes += claimed_bytes
         else:
             self._after_bytes += claimed_bytes
@@ -103,7 +114,7 @@ class _CountedFrame(Frame):
         self._saved = saved
 
     def forward(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self._saved.region():
+        with self._saved.region((args, kwargs)):
             return super().forward(function, args, kwargs)
 
 

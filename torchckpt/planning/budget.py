@@ -33,7 +33,7 @@ _NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
 _SIZE, _SHARE = re.compile(rf"\s*{_NUMBER}\s*([A-Za-z]+)\s*"), re.compile(rf"\s*{_NUMBER}\s*%\s*")
 _BARE = re.compile(rf"\s*{_NUMBER}\s*")
 _WHOLE_FROM = 1000.0
-"""A plan on paper may count in activations of a block: amounts below this have their fractions."""
+"""Plans on paper may count in a unit of their own: an amount below this is written with its fraction."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Private: every private name of torch that regions use, each with its public counterpart or the reason.
+"""Private: every private name of torch that regions import, each with its public counterpart or the reason.
 
 The public wrappers call these names. Without the wrappers a region of tiny operations costs a fifth less. One test
 searches the package for private names in other files; another compares each name here with its public counterpart.

@@ -1,4 +1,4 @@
-"""Private: every private name of torch that ``torchckpt.costs`` uses, in one place.
+"""Private: every private name of torch that ``torchckpt.costs`` imports, in one place.
 
     mesh              a mesh whose other ranks are not there: what torch lacks for it
 """

@@ -21,8 +21,8 @@ __all__ = ["Engines", "host_curve", "host_peak"]
 
 
 class Engines:
-    """One run of a rank with copies: a function from the start of its next action to its end, as
-    :func:`~torchckpt.planning.order.program.run` takes it."""
+    """The compute and the copies of one rank in one run: called for each action in turn with the time at which it may
+    start, it returns when that ends, as :func:`~torchckpt.planning.order.program.run` takes it."""
 
     def __init__(
         self, rank: int, places: Places, late_seconds: Iterable[float | None], stages: Sequence[Stage], host: Host

@@ -78,7 +78,7 @@ class Stage:
     """Bytes of the message from the previous stage, and of its gradient. Default: the boundary of the first block."""
     collective_seconds: float = 0.0
     """Seconds that the stage waits for its own collectives (such as tensor parallelism), in one forward and one
-    backward together. Only the bound of given recomputes counts them as room; the simulation does not fill them."""
+    backward together. The bound of given recomputes counts them as time that can hide some; steps hide none there."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.blocks, Sequence):

@@ -68,7 +68,8 @@ class Frame:
         self.checks = options.determinism_check != "none"
         """Whether the replay is compared with the forward."""
         self._by_values = self._values = options.determinism_check == "values"
-        """Whether it is compared by values; whether slots have checksums, as they have where code may be compiled."""
+        """Whether values are compared, as the user asked; whether slots have checksums, also for code that may be
+        compiled in the replay."""
         of_all = settings_of_torch["_checkpoint_debug_enabled"]
         self._slot: type[Slot] = PlacedSlot if (options.debug if of_all is None else of_all) else Slot
         self._call: Call | None = None

@@ -103,7 +103,7 @@ class Layout:
         self._buffers: list[dict[str, Any]] = [module._buffers for module in modules]
         counted = [(place, buffers) for place, buffers in enumerate(self._buffers) if COUNTER in buffers]
         self.statistics = {(place, name): buffers for place, buffers in counted for name in STATISTICS}
-        """The tables of the buffers that are statistics. Their copies are kept, since they are never large."""
+        """By the key of a statistic, the table of buffers that has it. All are copied: they are small."""
         uncounted = (key for key, buffers in self.statistics.items() if buffers[COUNTER] is None)
         self.unversioned: set[Key] = {key for key in uncounted if self.statistics[key].get(key[1]) is not None}
         """The buffers that change without their version counter, as by ``.data``."""

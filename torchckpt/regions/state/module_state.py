@@ -55,7 +55,7 @@ class Substitutes(NamedTuple):
 
 
 class Late:
-    """A parameter as the forward left it. It will do if a replay changes it before it reads it, and to what it is."""
+    """A parameter as the forward left it. A replay may use it if it writes its values of now before it reads it."""
 
     def __init__(self, parameter: Tensor, path: str) -> None:
         self.parameter, self.path, self.is_changed = parameter, path, False

@@ -56,7 +56,7 @@ class Gene(NamedTuple):
     times: Times
     """Of a step like the one to come."""
     until: float
-    """Where each action ends ``times.tail`` seconds before, there is time to wait."""
+    """When the step is to end. An action that ends more than ``times.tail`` seconds before that has time to wait."""
     has_budget: bool = True
 
 

@@ -337,7 +337,7 @@ class Window:
     def covers(self, other: Window) -> bool:
         """Whether the bound of ``other`` can never again be above that of this window.
 
-        From now on, ``other`` recomputes at most as many bytes more as this window holds more of, up to any backward.
+        What this window holds more than ``other``, up to any backward, is the most that ``other`` can recompute more.
         """
         ahead = self.plain_seconds - other.plain_seconds
         slack = min(ahead, ahead + self.wait_seconds - other.wait_seconds) + _TINY * self.plain_seconds
