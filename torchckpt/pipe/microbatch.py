@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torchckpt.errors import Fault, check, raise_fault
 from torchckpt.tensors import copy_attributes, hides_tensors
 
-__all__ = ["REDUCTIONS", "MicroBatch", "NoChunk", "gather", "reduce_faults", "scatter"]
+__all__ = ["REDUCTIONS", "MicroBatch", "NoChunk", "gather", "scatter"]
 
 REDUCTIONS = ("mean", "sum")
 _WORKS = "pipe(x, mask, scale=2.0), with tensors that have the same number of rows; NoChunk(table) for other tensors"
@@ -84,11 +84,6 @@ def _gathered(column: tuple[Any, ...], rows: Sequence[int], dim: int, reduce: st
         return torch.stack(column).sum()
     weights = [count / sum(rows) for count in rows]
     return torch.stack([scalar * weight for scalar, weight in zip(column, weights)]).sum()
-
-
-def reduce_faults(reduce: object) -> Iterator[Fault]:
-    if reduce is not None and reduce not in REDUCTIONS:
-        yield Fault(f"reduce is not one of {REDUCTIONS}, or None", f"reduce={reduce!r}", 'reduce="mean"')
 
 
 def _hidden_faults(paths: Sequence[tuple[Any, Any]]) -> Iterator[Fault]:

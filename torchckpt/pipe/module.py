@@ -14,7 +14,7 @@ from torch import nn
 from torchckpt.errors import Fault, called, check, raise_fault
 from torchckpt.pipe.batchnorm import DeferredBatchNorm
 from torchckpt.pipe.budget.within import Within
-from torchckpt.pipe.microbatch import REDUCTIONS, MicroBatch, gather, reduce_faults, scatter
+from torchckpt.pipe.microbatch import REDUCTIONS, MicroBatch, gather, scatter
 from torchckpt.pipe.partition import (
     ChangedInputs,
     Stage,
@@ -223,7 +223,7 @@ class Pipe(nn.Module):
         if target is not ...:
             args = (*args, target)
         reduce = reduce or self.reduce or "mean"
-        check([*_step_faults(args, kwargs, loss_fn, reduce), *_hook_faults(self)])
+        check(_step_faults(self, args, kwargs, loss_fn, reduce))
         bare, last_step = [p for p in self.parameters() if p.grad is None], self._last_step
         within = self._within
         explained, watched = (within.explained(), within.watched()) if within else (nullcontext(), nullcontext())
@@ -378,10 +378,13 @@ def _option_faults(
         yield Fault(f"checkpoint is given, but {rule}", received, "the one or the other")
     if type(batch_dim) is not int or batch_dim < 0:
         yield Fault("batch_dim is not an int from 0", f"batch_dim={batch_dim!r}", "batch_dim=0")
-    yield from reduce_faults(reduce)
+    if reduce is not None and reduce not in REDUCTIONS:
+        yield Fault(f"reduce is not one of {REDUCTIONS}, or None", f"reduce={reduce!r}", 'reduce="mean"')
 
 
-def _step_faults(args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Any, reduce: object) -> Iterator[Fault]:
+def _step_faults(
+    pipe: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Any, reduce: object
+) -> Iterator[Fault]:
     if not args or len(args) + len(kwargs) < 2:
         rule = "the arguments of the first layer or the target are missing"
         received = f"{len(args)} positional, {len(kwargs)} by name"
@@ -390,9 +393,6 @@ def _step_faults(args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Any, re
         yield Fault("loss_fn is not callable", f"loss_fn={loss_fn!r}", "loss_fn=torch.nn.functional.cross_entropy")
     if reduce not in REDUCTIONS:
         yield Fault(f"reduce is not one of {REDUCTIONS}", f"reduce={reduce!r}", 'reduce="mean"')
-
-
-def _hook_faults(pipe: nn.Module) -> Iterator[Fault]:
     hooked = [name for name, parameter in pipe.named_parameters() if parameter._post_accumulate_grad_hooks]
     if hooked:
         rule = "a hook runs when a gradient is accumulated, which in a step happens for each micro-batch"

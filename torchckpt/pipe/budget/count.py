@@ -92,7 +92,7 @@ class Count:
         in_graph: bool,
         learn: Callable[[Counted], None],
     ) -> None:
-        self._stages, self._placement = stages, schedule.placement
+        self._placement = schedule.placement
         devices = [stages[schedule.placement.index(rank)].device for rank in range(len(schedule.ranks))]
         self._records = [Record(device) for device in devices]
         modules = [module for stage in stages for owner in stage.modules for module in owner.modules()]
