@@ -91,8 +91,6 @@ def in_options(text: str) -> str:
     return text
 
 
-
-
 def add_command(
     commands: argparse._SubParsersAction[Parser], name: str, short: str, description: str, epilog: str
 ) -> Parser:

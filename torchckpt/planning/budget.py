@@ -58,7 +58,9 @@ def read(written: object) -> Amount | None:
     """
     if isinstance(written, str):
         return _read_text(written)
-    if isinstance(written, bool) or not isinstance(written, (Integral, Real)) or not _is_finite(written):
+    if isinstance(written, bool) or not isinstance(written, (Integral, Real)):
+        return None
+    if not isinstance(written, Integral) and not math.isfinite(written):
         return None
     number = Fraction(int(written)) if isinstance(written, Integral) else Fraction(repr(float(written)))  # as typed
     return Amount(number) if number >= 1 else None
@@ -120,10 +122,6 @@ def _read_text(text: str) -> Amount | None:
 
 def _is_below_one(written: object) -> TypeGuard[Real]:
     return isinstance(written, Real) and not isinstance(written, Integral) and 0 < float(written) < 1
-
-
-def _is_finite(number: Real | Integral) -> bool:
-    return isinstance(number, Integral) or math.isfinite(float(number))
 
 
 def whole(amount_bytes: float) -> str:

@@ -45,13 +45,9 @@ _ABSENT = -1.0
 _FOREVER = float("inf")
 
 
-def _no_time(action: Action) -> float:
-    return 0.0
-
-
 def compile_program(
     schedule: Schedule,
-    seconds: Callable[[Action], float] = _no_time,
+    seconds: Callable[[Action], float] = lambda _: 0.0,
     travel_seconds: Sequence[float] | None = None,
     late_seconds: Mapping[Visit, float] | None = None,
 ) -> Program:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, TypeAlias
@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 from torchckpt.errors import Fault, brief
 
 __all__ = [
-    "BACKWARDS", "Action", "Kind", "Schedule", "Visit", "enough", "in_turn", "nearest", "phases", "visits", "whole",
+    "BACKWARDS", "Action", "Kind", "Schedule", "Visit", "enough", "in_turn", "phases", "visits", "whole",
 ]
 
 
@@ -147,8 +147,3 @@ def enough(schedule: str, m: int, name: str, stages: int, factor: int = 1) -> li
         return faults
     rule = f"m is too small: {schedule} needs m >= {f'{factor} ' if factor > 1 else ''}{name}"
     return [Fault(rule, f"m={m}, {name}={stages}", f"m={factor * stages}, the nearest")]
-
-
-def nearest(value: int, works: Callable[[int], bool]) -> int:
-    """The number nearest to ``value`` for which ``works`` is true; of two equally near numbers, the larger."""
-    return next(n for distance in range(value) for n in (value + distance, value - distance) if works(n))

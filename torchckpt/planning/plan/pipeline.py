@@ -61,7 +61,8 @@ def _beside_host(problem: Problem) -> PipelinePlan:
     plans = [] if alone.too_small else [replace(planned(alone), problem=problem)]
     recomputing = plans[0].step_seconds if plans else math.inf
     if away is not None:
-        plans.append(PipelinePlan(problem, away.schedule, away.choices, moves=away.moves))
+        schedule, choices, moves = away
+        plans.append(PipelinePlan(problem, schedule, choices, moves=moves))
     if not plans:
         _refuse(problem)
     best = min(plans, key=lambda plan: plan.step_seconds)
@@ -70,8 +71,7 @@ def _beside_host(problem: Problem) -> PipelinePlan:
 
 def _everything_kept(problem: Problem) -> PipelinePlan | None:
     """The schedule as it is, if the budget has room for it."""
-    pairs = zip(problem.keep_all.peak_bytes, problem.lanes)
-    if any(peak > lane.budget_bytes for peak, lane in pairs):
+    if any(peak > lane.budget_bytes for peak, lane in zip(problem.keep_all.peak_bytes, problem.lanes)):
         return None
     return PipelinePlan.of(problem, problem.schedule, first_blocks(problem.schedule, problem.stages, 0))
 

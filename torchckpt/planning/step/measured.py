@@ -9,7 +9,7 @@ from statistics import median
 from typing import TypeAlias
 
 from torchckpt.errors import Fault, called, check
-from torchckpt.planning.draw.units import Units, units_of_bytes, units_of_clock
+from torchckpt.planning.draw.units import units_of_bytes, units_of_clock
 from torchckpt.planning.figures import Event, Message
 from torchckpt.planning.order.program import Run
 from torchckpt.planning.order.schedule import BACKWARDS, Action, Kind, Schedule, Visit
@@ -91,12 +91,9 @@ def measured_timeline(step: Step, spans: Spans, in_bytes: bool = False) -> Timel
         for arrived in [_arrived(sender, receiver, travels[_boundary(sender, receiver)])]
     )
     memory = step.curves(_played(step, spans, zero))
-    return Timeline(step.schedule, events, messages, memory, units=_units(memory, in_bytes))
-
-
-def _units(memory: Sequence[Sequence[tuple[float, float]]], in_bytes: bool) -> Units:
     most = max((amount for curve in memory for _, amount in curve), default=0.0)
-    return units_of_bytes(most) if in_bytes else units_of_clock(most)
+    units = units_of_bytes(most) if in_bytes else units_of_clock(most)
+    return Timeline(step.schedule, events, messages, memory, units=units)
 
 
 def _played(step: Step, spans: Spans, zero: float) -> Run:

@@ -142,8 +142,6 @@ def _may_be_earlier(order: Sequence[Action], position: int, k: int) -> bool:
     return earlier.kind not in BACKWARDS or between + 1 < k
 
 
-
-
 def greedy_orders(
     schedule: Schedule, program: Program, k: int, patience: float = 0.0
 ) -> tuple[tuple[Action, ...], ...]:
