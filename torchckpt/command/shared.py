@@ -108,11 +108,8 @@ def add_schedule(
     parser: argparse.ArgumentParser, name: Callable[[str], str], more: str = "", *, required: bool = True
 ) -> argparse._ArgumentGroup:
     """The arguments that say which schedule: its ``name`` and counts, or a file. Return their group, for others.
-
-    Args:
-        more: what ``--schedule`` takes besides the names of schedules, for its help.
-        required: argparse asks for one of them. Default: True.
-    """
+    ``more``: what ``--schedule`` takes besides the names of schedules, for its help. ``required``: argparse asks for
+    one of them. Default: True."""
     group = parser.add_argument_group("schedule")
     which = group.add_mutually_exclusive_group(required=required)
     names = f"one of {', '.join(NAMES)}, or torch's name of it{more}"
@@ -124,11 +121,8 @@ def add_schedule(
 
 
 def schedule_of_csv(options: argparse.Namespace, other: str, most: int) -> Schedule | None:
-    """The schedule of ``--csv``; None where ``--schedule`` and all counts are given, and ``other`` may be.
-
-    Args:
-        most: stages times micro-batches.
-    """
+    """The schedule of ``--csv``; None where ``--schedule`` and all counts are given, and ``other`` may be. ``most``:
+    stages times micro-batches."""
     counts = {"--stages": options.stages, "--microbatches": options.microbatches}
     if options.csv is None:
         missing = [name for name, value in counts.items() if value is None]

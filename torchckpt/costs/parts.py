@@ -76,11 +76,7 @@ class Parts:
     @contextmanager
     def watched(self, children: Sequence[nn.Module] | None) -> Iterator[None]:
         """A context around the forward, with :meth:`enter` and :meth:`leave` around each block, and :meth:`run` in its
-        place.
-
-        Args:
-            children: the modules whose calls are blocks; None where regions are.
-        """
+        place. ``children``: the modules whose calls are blocks; None where regions are."""
         with ExitStack() as stack:
             stack.enter_context(_Regions(self, refused=children is not None).entered())
             for child in children or ():
@@ -105,10 +101,7 @@ class RegionSeen(Exception):
 
 class _Regions(Scope):
     """The scope of all regions of a stage. It tells when outermost ones start and end, and each keeps what it saves.
-
-    Args:
-        refused: raise RegionSeen at the first one.
-    """
+    ``refused``: raise RegionSeen at the first one."""
 
     def __init__(self, parts: Parts, refused: bool) -> None:
         super().__init__(keep=True)

@@ -81,12 +81,9 @@ def visits(stages: Sequence[int], m: int, together: int) -> list[Visit]:
 def in_turn(
     forwards: Sequence[Visit], backwards: Sequence[Visit], ahead: int, weights_behind: int | None = None
 ) -> Iterator[Action]:
-    """``ahead`` forwards, then one forward and one backward in turn, then the remaining backwards.
-
-    Args:
-        weights_behind: splits each backward. The weight gradients follow this many backwards after the input gradients;
-            0 is right after them. Default: None, whole backwards.
-    """
+    """``ahead`` forwards, then one forward and one backward in turn, then the remaining backwards. ``weights_behind``:
+    splits each backward. The weight gradients follow this many backwards after the input gradients; 0 is right after
+    them. Default: None, whole backwards."""
     ahead = min(ahead, len(forwards))
     kind = Kind.BACKWARD if weights_behind is None else Kind.INPUT_GRAD
     behind = len(backwards) if weights_behind is None else weights_behind
@@ -108,11 +105,8 @@ def phases(plan: Iterable[tuple[int, str]], chunks: dict[str, int], m: int) -> I
     and its split backward.
 
     Each chunk takes its micro-batches in order. A word is skipped if its chunk has no micro-batch left. ``Wa`` is the
-    oldest pending weight gradient of chunk a; ``W`` is the oldest pending one of any chunk.
-
-    Args:
-        plan: pairs of a repeat count and the words to repeat.
-        chunks: for each lower-case letter, its stage.
+    oldest pending weight gradient of chunk a; ``W`` is the oldest pending one of any chunk. ``plan``: pairs of a repeat
+    count and the words to repeat. ``chunks``: for each lower-case letter, its stage.
     """
     done: Counter[tuple[str, bool]] = Counter()
     pending: deque[tuple[str, int]] = deque()

@@ -6,8 +6,8 @@ ranks hold different numbers of micro-batches, and at the end of a step fewer of
 each visit, starts recomputes early where a rank would idle, and says beside it how short a step can be at all.
 
 The problem has two parts. Bytes decide, rank by rank, which blocks can be kept (:mod:`lane`). The length of the step
-then depends on all ranks together (:mod:`dispatch`). :mod:`search` alternates between the two, until the step reaches
-the bound (:mod:`bound`) or a fixed number of tries is used up.
+then depends on all ranks together (:mod:`dispatch`). :mod:`candidates` alternates between the two, until the step
+reaches the bound (:mod:`bound`) or a fixed number of tries is used up.
 """
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from torchckpt.planning.plan.away import bound_seconds, offload_only, planned_aw
 from torchckpt.planning.plan.figures import Alone
 from torchckpt.planning.plan.problem import Problem, problem_of
 from torchckpt.planning.plan.result import PipelinePlan
-from torchckpt.planning.plan.search.candidates import search
-from torchckpt.planning.plan.search.dispatch import SimulatedStep
+from torchckpt.planning.plan.search.candidates import Candidate, Search
 from torchckpt.planning.plan.search.lane import KINDS, RECOMPUTE, Holding
 from torchckpt.planning.work.block import Links, Stages
 from torchckpt.planning.work.choice import Choice, first_blocks
@@ -50,8 +49,8 @@ def planned(problem: Problem) -> PipelinePlan:
     target = problem.bound_seconds
     if kept and kept.step_seconds <= target * (1 + _ROUNDING):
         return kept
-    best = search(problem.program, problem.lanes, target, keep_all=kept is not None)
-    plan = _plan(problem, best.step, best.chosen)
+    best = Search(problem.program, problem.lanes, target, keep_all=kept is not None).run()
+    plan = _plan(problem, best)
     return kept if kept and kept.step_seconds <= plan.step_seconds else plan
 
 
@@ -76,17 +75,15 @@ def _everything_kept(problem: Problem) -> PipelinePlan | None:
     return PipelinePlan.of(problem, problem.schedule, first_blocks(problem.schedule, problem.stages, 0))
 
 
-def _plan(problem: Problem, step: SimulatedStep, chosen: Sequence[Sequence[Holding]]) -> PipelinePlan:
+def _plan(problem: Problem, found: Candidate) -> PipelinePlan:
     ranks: list[tuple[Action, ...]] = []
     choices: dict[Visit, Choice] = {}
-    for lane, done, holdings in zip(problem.lanes, step.done, chosen):
-        early = [0] * len(holdings)
-        for kind, visit, blocks, _, _ in done:
-            if kind == RECOMPUTE:
-                early[visit] = blocks
+    for lane, done, holdings in zip(problem.lanes, found.step.done, found.chosen):
+        early = {visit: blocks for kind, visit, blocks, _, _ in done if kind == RECOMPUTE}
         visits = ((KINDS[kind], *lane.visits[visit]) for kind, visit, *_ in done)
         ranks.append(tuple(Action(stage, kind, i) for kind, stage, i in visits))
-        choices |= dict(zip(lane.visits, map(Holding.choice, holdings, early)))
+        counts = [early.get(visit, 0) for visit in range(len(holdings))]
+        choices |= dict(zip(lane.visits, map(Holding.choice, holdings, counts)))
     return PipelinePlan.of(problem, replace(problem.schedule, ranks=tuple(ranks)), choices)
 
 

@@ -72,10 +72,8 @@ def table(rows: Iterable[Row], amounts: Mapping[str, int], recompute_share: floa
 
     Siblings with the same numbers are one row. Where that leaves too many rows, siblings are one row whatever their
     numbers; where that does, too, modules are told with the one that holds them; at last, only the largest are.
-
-    Args:
-        amounts: bytes by name; the others are told as shares of the ``eager peak``.
-        recompute_share: the seconds of repeats, as a share of the eager step's.
+    ``amounts``: bytes by name; the others are told as shares of the ``eager peak``. ``recompute_share``: the seconds of
+    repeats, as a share of the eager step's.
     """
     shown = _shortened(list(rows))
     total = _sum("total", shown)

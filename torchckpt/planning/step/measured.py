@@ -50,9 +50,7 @@ def replays_apart(spans: Iterable[Span], inside: Mapping[Visit, float]) -> list[
     """``spans`` with an ``R``, as long as all that was replayed inside a backward, where that backward began.
 
     A backward that recomputes region by region goes to and fro between the two; here its replays stand together.
-
-    Args:
-        inside: for each (stage, micro-batch) that was replayed so, the seconds of that.
+    ``inside``: for each (stage, micro-batch) that was replayed so, the seconds of that.
     """
     apart = []
     for span in spans:
@@ -239,11 +237,8 @@ def measured_stage(counted: Stage, seconds: Block) -> Stage:
     """``counted`` with the ``seconds`` of the stage, which its blocks share as their replays do.
 
     The forward of a block takes as long as its replay. The rest of the stage's forward becomes one fixed part.
-
-    Args:
-        counted: the bytes of the stage, and the seconds of the replay of each block. Where replays of blocks were not
-            timed, they take equally long.
-        seconds: those of the stage. Its backward must not include recomputation.
+    ``counted``: the bytes of the stage, and the seconds of the replay of each block. Where replays of blocks were not
+    timed, they take equally long. ``seconds``: those of the stage. Its backward must not include recomputation.
     """
     blocks, before, after = counted.blocks, counted.before, counted.after
     if not blocks:

@@ -55,11 +55,8 @@ def quickest(
 
 def quickest_of(step: Step, k: int) -> Schedule:
     """The schedule of ``step`` with its recomputes at the best positions that were tried. The step is never longer.
-
-    Args:
-        step: each ``R`` of its schedule runs ``k - 1`` backwards ahead of its own, right before a backward.
-        k: a rank recomputes only what one of its next ``k`` backwards needs.
-    """
+    ``step``: each ``R`` of its schedule runs ``k - 1`` backwards ahead of its own, right before a backward. ``k``: a
+    rank recomputes only what one of its next ``k`` backwards needs."""
     program = _whole_backwards(step)
     trial = _Trial(step.schedule, program, k)
     for patience in _PATIENCES:

@@ -83,11 +83,8 @@ def _one_stage_more(
     keys: dict[int, _Key], sums: Sequence[int], first: int, last: int, least: int
 ) -> tuple[dict[int, _Key], dict[int, int]]:
     """For each end from ``first`` to ``last``: the best key, and the start of the last stage, which is >= ``least``.
-
-    Args:
-        keys: for each end, the best key with one stage less.
-        sums: for each layer, the sum of the costs of all layers before it.
-    """
+    ``keys``: for each end, the best key with one stage less. ``sums``: for each layer, the sum of the costs of all
+    layers before it."""
     found: dict[int, _Key] = {}
     starts: dict[int, int] = {}
     todo = [(first, last, least, last - 1)]

@@ -140,10 +140,7 @@ class _Rank:
     """The earliest times of one rank, action by action."""
 
     def __init__(self, lane: Lane, rates: tuple[float, float]) -> None:
-        """
-        Args:
-            rates: the bytes a second that go out, and come back.
-        """
+        """``rates``: the bytes a second that go out, and come back."""
         self.lane, (self.out, self.back) = lane, rates
         self.capacity = Capacity(lane)
         self.capacity.has_groups = False

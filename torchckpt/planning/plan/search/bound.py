@@ -31,12 +31,8 @@ The windows with the lowest bounds are closed first."""
 
 
 def least_seconds(program: Program, lanes: Sequence[Lane]) -> float:
-    """A lower bound on the seconds of every plan.
-
-    Args:
-        program: the program of the schedule without its weight gradients.
-        lanes: one for each rank. Each budget is large enough to recompute everything.
-    """
+    """A lower bound on the seconds of every plan. ``program``: the program of the schedule without its weight
+    gradients. ``lanes``: one for each rank. Each budget is large enough to recompute everything."""
     ranks = [_Rank(lane) for lane in lanes]
     run(program, [rank.advance for rank in ranks])
     return max((rank.last_seconds() for rank in ranks), default=0.0)

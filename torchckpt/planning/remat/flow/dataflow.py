@@ -135,10 +135,8 @@ class Tables:
     Everything is indexed by *position*: position p is operation ``order[p]``. Given storages and results are left out.
     In every plan, a result is alive from its first write to the end of the step, so its bytes are in ``floor_bytes``
     and in the extra bytes of the operation that writes it. New values of buffers are ``staying`` to the boundary.
-
-    Args:
-        pinned: storages that no repeat may write.
-        order: a topological order, the forward first; the eager one by default.
+    ``pinned``: storages that no repeat may write. ``order``: a topological order, the forward first; the eager one by
+    default.
     """
 
     def __init__(self, flow: Dataflow, pinned: Set[int] = frozenset(), order: Sequence[int] | None = None) -> None:

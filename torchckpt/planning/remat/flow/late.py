@@ -181,10 +181,8 @@ def separating_storages(flow: Dataflow, shared: Set[int] = frozenset()) -> list[
 
     This is the criterion of the 'memory' policy of TensorFlow's memory-saving gradients (Salimans and Bulatov, 2018).
     That policy removes every value in turn and looks for connected components; one sweep finds the same values.
-
-    Args:
-        shared: other storages that may be read anywhere, since they are always kept, such as a small attention mask
-            that every layer reads.
+    ``shared``: other storages that may be read anywhere, since they are always kept, such as a small attention mask
+    that every layer reads.
     """
     known = flow.given | shared
     operations = flow.operations[: flow.forward]
@@ -201,10 +199,8 @@ def every_sqrt(flow: Dataflow, separating: Sequence[int]) -> frozenset[int]:
     This is the 'memory' policy of TensorFlow's memory-saving gradients (Salimans and Bulatov, 2018), after Chen et al.
     (2016). That policy tries one count, with equal bytes of the forward between storages. This one tries several counts
     around sqrt(n), and also gaps that get shorter to the end: the last gap is recomputed first, while all kept storages
-    are alive. It takes the set whose schedule needs the least memory.
-
-    Args:
-        separating: as :func:`separating_storages` finds them, in their order.
+    are alive. It takes the set whose schedule needs the least memory. ``separating``: as :func:`separating_storages`
+    finds them, in their order.
     """
     counts = sorted({max(1, round(math.sqrt(len(separating)) * share)) for share in _SHARES})
     return least_peak(flow, [way(flow, separating, count) for count in counts for way in (evenly, falling)])

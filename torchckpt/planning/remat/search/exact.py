@@ -150,12 +150,8 @@ def _measure(costs: Sequence[float], step_seconds: float) -> float:
 
 
 class Retention:
-    """The integer programme for the step of ``tables``.
-
-    Args:
-        model: an empty model, which gets variables and constraints, but no objective.
-        hint: a schedule that meets the constraints, from which the solver starts.
-    """
+    """The integer programme for the step of ``tables``. ``model``: an empty model, which gets variables and
+    constraints, but no objective. ``hint``: a schedule that meets the constraints, from which the solver starts."""
 
     def __init__(self, model: CpModel, tables: Tables, budget_bytes: int, hint: Schedule | None) -> None:
         self.model, self.tables, self.budget_bytes = model, tables, budget_bytes
