@@ -257,11 +257,7 @@ def positive(text: str) -> float:
 
 
 def with_unit(text: str) -> str | float:
-    """A budget as it was written: text, or a number of bytes.
-
-    Raises:
-        Unusable: the number is so small that a unit is missing.
-    """
+    """A budget as it was written: text, or a number of bytes. Unusable, if it is so small that a unit is missing."""
     if not text.replace(".", "", 1).isdecimal():
         return text
     number = float(text)

@@ -228,11 +228,7 @@ def _most(limit: int, fits: Callable[[int], bool]) -> int:
 
 def schedule_of(layout: Layout) -> Schedule:
     """The order of actions, of one micro-batch where a rank has the whole model. 1F1B may have fewer micro-batches than
-    ranks.
-
-    Raises:
-        ArgumentError: the micro-batches do not suit the schedule.
-    """
+    ranks. An ArgumentError, if they do not suit another schedule."""
     name, ranks, count = layout.schedule, layout.pp, layout.micro_batches
     if ranks == 1:
         return named_schedule("1f1b", 1, 1)

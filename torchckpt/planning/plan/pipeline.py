@@ -35,12 +35,7 @@ _ROUNDING = 1e-9
 
 
 def planned(problem: Problem) -> PipelinePlan:
-    """The shortest plan that is found.
-
-    Raises:
-        BudgetInfeasible: the budget is below the need of a rank that recomputes everything, and of one that sends
-            blocks away. The error has a budget that works, and its plan.
-    """
+    """The shortest plan that is found. BudgetInfeasible as of :func:`plan_pipeline`."""
     if problem.host is not None:
         return _beside_host(problem)
     if problem.too_small:

@@ -17,8 +17,7 @@ from torchckpt.planning.step.boundary import misplaced_moves
 from torchckpt.planning.step.placement import recomputed_early
 from torchckpt.planning.work.block import Block, Link, Stage, fixed, restaged
 from torchckpt.planning.work.choice import Choice
-from torchckpt.planning.work.host import Host
-from torchckpt.planning.work.move import Boundary, Move
+from torchckpt.planning.work.host import Boundary, Host, Move
 
 __all__ = ["read", "written"]
 
@@ -52,11 +51,7 @@ def written(plan: PlanFigures) -> str:
 @called("PipelinePlan.from_json()")
 def read(text: str) -> PlanFigures:
     """Read the JSON of :func:`written`, or what the command ``plan`` has printed, and count it again. Its bound is that
-    of the problem.
-
-    Raises:
-        ArgumentError: the text has another format, or its parts contradict each other.
-    """
+    of the problem."""
     try:
         stored = json.loads(text)
         if "format" not in stored and isinstance(stored.get("plan"), dict):  # what the command plan --json prints

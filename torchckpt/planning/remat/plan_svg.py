@@ -98,11 +98,7 @@ class Span(NamedTuple):
 
 
 def runs(flow: Dataflow, schedule: Schedule) -> list[Run]:
-    """The steps of ``schedule``. Where no operation takes time, each run takes one second.
-
-    Raises:
-        ArgumentError: as :func:`~torchckpt.planning.remat.flow.memory.simulate`.
-    """
+    """The steps of ``schedule``. Where no operation takes time, each run takes one second."""
     memory, firsts, timed = simulate(flow, schedule), first_runs(schedule), flow.seconds > 0
     seconds = [operation.seconds if timed else 1.0 for operation in operations_of(flow, schedule)]
     starts = accumulate(seconds, initial=0.0)

@@ -12,10 +12,10 @@ from dataclasses import astuple, dataclass, replace
 from html import escape
 from itertools import groupby
 
-from torchckpt.errors import called
+from torchckpt.errors import Fault, called, raise_fault
 from torchckpt.planning.draw.canvas import clipped
 from torchckpt.planning.draw.units import aligned, number, percent, prefix, units_of_bytes
-from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, check_paths, repeats
+from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, repeats
 from torchckpt.planning.remat.flow.memory import simulate
 
 __all__ = ["Row", "page", "plan_rows", "table"]
@@ -56,7 +56,9 @@ def plan_rows(flow: Dataflow, schedule: Schedule, paths: Sequence[str]) -> list[
     Raises:
         ArgumentError: the schedule is none of this dataflow, or there is not one path for each operation.
     """
-    check_paths(flow, paths)
+    if len(paths) != len(flow.operations):
+        rule = f"there is not one path for each of {len(flow.operations)} operations"
+        raise_fault(Fault(rule, f"{len(paths)} paths", "[op.name for op in flow.operations]"))
     saved, eager = simulate(flow, schedule).saved, simulate(flow, flow.eager).saved
     rows = [Row(paths[flow.writer[storage]], kept_bytes=flow.sizes_bytes[storage]) for storage in saved]
     dropped = set(eager) - set(saved)

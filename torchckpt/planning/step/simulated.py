@@ -25,8 +25,7 @@ from torchckpt.planning.step.placement import recomputed_early, with_recompute
 from torchckpt.planning.step.timeline import Timeline, critical_path, message_of
 from torchckpt.planning.work.block import Block, Link, Links, Stage, Stages, per_boundary, per_stage
 from torchckpt.planning.work.choice import Choice, Choices, State, visit_faults
-from torchckpt.planning.work.host import Host
-from torchckpt.planning.work.move import Move
+from torchckpt.planning.work.host import Host, Move
 
 __all__ = ["Step", "simulate", "step_of"]
 

@@ -23,7 +23,7 @@ from torchckpt.planning.plan.away.simulator import Simulator
 from torchckpt.planning.plan.problem import Problem
 from torchckpt.planning.plan.search.lane import KINDS, Lane
 from torchckpt.planning.work.choice import Choice
-from torchckpt.planning.work.move import Boundary, Move
+from torchckpt.planning.work.host import Boundary, Move
 
 __all__ = ["bound_seconds", "offload_only", "planned_away"]
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from torchckpt.planning.order.schedule import Action, Kind, Schedule, Visit
 from torchckpt.planning.plan.result import PipelinePlan
 from torchckpt.planning.step.boundary import places_of
-from torchckpt.planning.work.move import Boundary, Move
+from torchckpt.planning.work.host import Boundary, Move
 
 __all__ = ["before_pairs", "done_whole", "summed_as_given"]
 

@@ -61,15 +61,9 @@ class Candidate:
 
 
 class Search:
-    """Looks for the shortest step.
-
-    Args:
-        program: the program of the schedule without its weight gradients.
-        lanes: one for each rank. Each budget is large enough to recompute everything.
-        target_seconds: a lower bound of the step; the search ends when it is reached.
-        keep_all: begin with every block kept, which fits. Some are dropped only if that makes room for weight gradients
-            that wait.
-    """
+    """Looks for the shortest step, and ends when it takes ``target_seconds``, a lower bound. ``program`` has no weight
+    gradients; the budget of each lane is large enough to recompute everything. If it can ``keep_all``, it begins with
+    that, and drops blocks only if that makes room for weight gradients that wait."""
 
     def __init__(self, program: Program, lanes: Sequence[Lane], target_seconds: float, keep_all: bool) -> None:
         self.program, self.lanes, self.keep_all = program, lanes, keep_all

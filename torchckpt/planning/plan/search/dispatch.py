@@ -78,16 +78,9 @@ def dispatch(
     expected: Sequence[float] | None,
     limit_seconds: float,
 ) -> SimulatedStep:
-    """Simulate one step.
-
-    Args:
-        program: the program of the schedule without its weight gradients.
-        lanes: one for each rank.
-        chosen: the holding of each rank and visit.
-        strategy: how ranks decide when they would idle.
-        expected: when each token is expected to arrive; a patient rank waits for it. None if not known.
-        limit_seconds: the simulation stops when the step takes longer; its seconds are then infinite.
-    """
+    """Simulate one step, with the ``chosen`` holding of each rank and visit. ``program`` has no weight gradients. A
+    patient rank waits for messages up to when they are ``expected``. If the step takes longer than ``limit_seconds``,
+    the simulation stops, and its seconds are infinite."""
     ranks = [_Rank(lane, of_rank, strategy) for lane, of_rank in zip(lanes, chosen)]
     messages = run_deciding(program, ranks, expected, limit_seconds)
     done = [rank.done for rank in ranks]

@@ -160,12 +160,8 @@ class Capacity:
         return sorted(sums)
 
     def allowed(self, holdings: Holdings, left_bytes: float) -> list[tuple[float, float, float, list[float]]]:
-        """The sets of blocks that can be in memory when the backward starts.
-
-        Returns:
-            for each set, its bytes, the bytes that the peak of the backward adds to the least that a visit holds, its
-            recompute seconds, and its bytes by layer.
-        """
+        """The sets of blocks that can be in memory when the backward starts: of each its bytes, the bytes that the peak
+        of the backward adds to the least that a visit holds, its recompute seconds, and its bytes by layer."""
         key = holdings, round(left_bytes, 9)
         if key not in self._allowed:
             most = left_bytes * (1 + _TINY)

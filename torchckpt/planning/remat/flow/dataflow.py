@@ -7,9 +7,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TypeAlias
 
-from torchckpt.errors import Fault, raise_fault
-
-__all__ = ["Dataflow", "Operation", "Schedule", "Tables", "check_paths", "first_runs", "repeats", "runs"]
+__all__ = ["Dataflow", "Operation", "Schedule", "Tables", "first_runs", "repeats", "runs"]
 
 Schedule: TypeAlias = Sequence[int]
 """The operations of one traced step in the order in which they run, by their index in the dataflow; an index may
@@ -99,13 +97,6 @@ class Dataflow:
     def eager(self) -> Schedule:
         """The schedule in which every operation runs once."""
         return range(len(self.operations))
-
-
-def check_paths(flow: Dataflow, paths: Sequence[str]) -> None:
-    """Raise unless there is one of ``paths``, those of modules, for each operation."""
-    if len(paths) != len(flow.operations):
-        rule = f"there is not one path for each of {len(flow.operations)} operations"
-        raise_fault(Fault(rule, f"{len(paths)} paths", "[op.name for op in flow.operations]"))
 
 
 def first_runs(schedule: Schedule) -> dict[int, int]:

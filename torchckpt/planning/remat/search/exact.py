@@ -194,12 +194,10 @@ class Retention:
             self.model.add_hint(flag, hinted)
         return flag
 
-    def _either(self, left: _Literal, right: _Literal) -> _Literal:
+    def _either(self, left: _Literal, right: IntVar) -> _Literal:
         """A literal that is true if ``left`` or ``right`` is."""
         if isinstance(left, bool):
             return left or right
-        if isinstance(right, bool):
-            return right or left
         flag = self._flag(self.hinted is not None and (self.hinted[left.index] or self.hinted[right.index]))
         self.model.add_implication(left, flag)
         self.model.add_implication(right, flag)
