@@ -42,9 +42,6 @@ class Span:
 Spans: TypeAlias = Sequence[Sequence[Span]]
 """For each rank the spans of one step, in the order of the schedule."""
 
-_Travels: TypeAlias = "defaultdict[tuple[int, bool], list[float]]"
-"""The most seconds that each message can have taken, by pair of stages, and by whether a rank was waiting for it."""
-
 
 def replays_apart(spans: Iterable[Span], inside: Mapping[Visit, float]) -> list[Span]:
     """``spans`` with an ``R``, as long as all that was replayed inside a backward, where that backward began.
@@ -152,19 +149,17 @@ def _seconds_of(stage: int, seconds: Mapping[tuple[int, Kind], list[float]]) -> 
 
 def measured_links(step: Step, measured: Iterable[Spans]) -> tuple[Link, ...]:
     """For each pair of neighbouring stages, the fastest quarter of the messages for which a rank was waiting when they
-    were sent; without such, as the slowest other link, unless a message was there sooner."""
-    travels: _Travels = defaultdict(list)
+    were sent; without such, as the slowest other link, unless a message was there sooner. Of a message is known the
+    most that it can have taken."""
+    travels: defaultdict[tuple[int, bool], list[float]] = defaultdict(list)
     for spans in measured:
         for sender, receiver in _messages(step, spans):
             seen = max(0.0, receiver.start_seconds - sender.end_seconds)
             travels[_boundary(sender, receiver), _was_waited_for(sender, receiver)].append(seen)
-    return tuple(Link(_latency(travels, boundary)) for boundary in range(step.schedule.stages - 1))
-
-
-def _latency(travels: _Travels, boundary: int) -> float:
     known = {pair: sorted(seen)[len(seen) // 4] for (pair, was_waited_for), seen in travels.items() if was_waited_for}
-    others = travels.get((boundary, False), [])
-    return known.get(boundary, min([max(known.values(), default=inf), *others]) if others else 0.0)
+    slowest = max(known.values(), default=inf)
+    others = {pair: min(slowest, *seen) for (pair, was_waited_for), seen in travels.items() if not was_waited_for}
+    return tuple(Link(known.get(pair, others.get(pair, 0.0))) for pair in range(step.schedule.stages - 1))
 
 
 def _messages(step: Step, spans: Spans) -> Iterator[tuple[Span, Span]]:

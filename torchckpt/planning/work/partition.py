@@ -61,15 +61,12 @@ def count_faults(partitions: object, layers: int) -> list[Fault]:
 
 
 def _cost_faults(costs: Sequence[object]) -> list[Fault]:
-    bad = [(layer, cost) for layer, cost in enumerate(costs) if not _is_cost(cost)]
+    costs_of = enumerate(costs)
+    bad = [(layer, cost) for layer, cost in costs_of if not (isinstance(cost, (int, float)) and 0 <= cost < inf)]
     if not bad:
         return []
     received = ", ".join(f"{cost!r} of layer {layer}" for layer, cost in bad)
     return [Fault("a cost is not a finite number, 0 or more", received, "costs=[0.5, 2, 0]")]
-
-
-def _is_cost(cost: object) -> bool:
-    return isinstance(cost, (int, float)) and 0 <= cost < inf
 
 
 def _integers(costs: Sequence[float]) -> list[int]:

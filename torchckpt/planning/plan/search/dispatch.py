@@ -194,7 +194,12 @@ class _Rank:
             self.alive_bytes -= holdings.full_bytes
             return holdings.weight_grad_seconds
         if kind == RECOMPUTE:
-            self._begin(visit, early)
+            use, more = self.lane.backward_place[visit], holding.early_bytes[early]
+            self.early[visit] = early
+            self.alive_bytes += more
+            for place in range(self.place, use):
+                self.profile[place] += more
+            self.profile[use] += holding.use_bytes[early] - holding.use_bytes[0]
             return holding.early_seconds[early]
         self.place += 1
         if kind == FORWARD:
@@ -206,13 +211,4 @@ class _Rank:
         self.alive_bytes += holdings.full_bytes
         self.waiting.append(visit)
         return holding.late_seconds[early] + holdings.input_grad_seconds
-
-    def _begin(self, visit: int, early: int) -> None:
-        holding, use = self.chosen[visit], self.lane.backward_place[visit]
-        more = holding.early_bytes[early]
-        self.early[visit] = early
-        self.alive_bytes += more
-        for place in range(self.place, use):
-            self.profile[place] += more
-        self.profile[use] += holding.use_bytes[early] - holding.use_bytes[0]
 
