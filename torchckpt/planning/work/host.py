@@ -1,13 +1,13 @@
 """Host: the memory beside a device to which blocks are sent away, the link to it, and when a block goes and comes."""
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from torchckpt.errors import Fault, brief, called, check, raise_fault
 from torchckpt.planning.budget import Bytes, read, trouble
+from torchckpt.planning.work.block import is_amount, is_number
 
 __all__ = ["Boundary", "Host", "Move"]
 
@@ -56,7 +56,7 @@ class Host:
         if not isinstance(self.half_duplex, bool):
             rule = "half_duplex is not True or False"
             wrong.append(Fault(rule, f"half_duplex={brief(self.half_duplex)}", "half_duplex=True"))
-        if isinstance(self.drag, bool) or not (isinstance(self.drag, (int, float)) and 0 <= self.drag < math.inf):
+        if not is_amount(self.drag):
             rule = "the drag of a host is not a number of seconds >= 0 for each second of copying"
             wrong.append(Fault(rule, f"drag={brief(self.drag)}", "drag=0.02"))
         with called("Host()"):
@@ -88,7 +88,7 @@ def _size(written: object) -> float | None:
 
 def _rate(written: object) -> float | None:
     """Bytes a second; a number may be below 1, as a plan on paper may count in activations of a block."""
-    if isinstance(written, (int, float)) and not isinstance(written, bool):
+    if is_number(written):
         return float(written) if 0 < written <= _MOST else None
     return _size(written)
 

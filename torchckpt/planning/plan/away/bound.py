@@ -150,7 +150,6 @@ class _Rank:
         """Those that are not yet counted, by their last use."""
         self.alive: set[int] = set()
         self.place = 0
-        self.end_seconds = 0.0
 
     def advance(self, start_seconds: float) -> float:
         """Add one action, which cannot start before ``start_seconds``. Returns its earliest end."""
@@ -175,12 +174,12 @@ class _Rank:
         if any(window.wait_seconds for window in self.windows):
             deferrable = self.capacity.deferrable_seconds(place, visit)
         ends = [self._end(window, max(0.0, window.wait_seconds - deferrable)) for window in self.windows]
-        self.end_seconds = max(ends)
+        latest = max(ends)
         while len(self.windows) > _MOST_WINDOWS:
             lowest = min(range(len(ends)), key=ends.__getitem__)
             del ends[lowest], self.windows[lowest]
         self.place += 1
-        return self.end_seconds
+        return latest
 
     def last_seconds(self) -> float:
         """The earliest end of the rank's work, weight gradients included."""
