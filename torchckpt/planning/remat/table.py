@@ -48,14 +48,9 @@ class Row:
 
 @called("plan_rows()")
 def plan_rows(flow: Dataflow, schedule: Schedule, paths: Sequence[str]) -> list[Row]:
-    """A row per module that saves, drops or recomputes something, in the order of the forward.
-
-    Args:
-        paths: of each operation, the module that it belongs to.
-
-    Raises:
-        ArgumentError: the schedule is none of this dataflow, or there is not one path for each operation.
-    """
+    """A row per module that saves, drops or recomputes something, in the order of the forward. ``paths``: of each
+    operation, the module that it belongs to. An ArgumentError, if the schedule is none of this dataflow, or if there is
+    not one path for each operation."""
     if len(paths) != len(flow.operations):
         rule = f"there is not one path for each of {len(flow.operations)} operations"
         raise_fault(Fault(rule, f"{len(paths)} paths", "[op.name for op in flow.operations]"))

@@ -146,19 +146,14 @@ def _missing(flow: Dataflow, index: int, alive: Set[int], nest: _Nest) -> list[i
 
 
 def separators(reads: Sequence[Sequence[int]]) -> list[int]:
-    """The nodes of a graph that no edge jumps over, in ascending order.
+    """The nodes of a graph that no edge jumps over, in ascending order. ``reads``: for each node, the nodes that it
+    reads; nodes are in a topological order.
 
     Without such a node, no node after it can be reached from a node before it. The first node and the last one always
-    separate. Takes one sweep over nodes and edges.
+    separate. Takes one sweep over nodes and edges. In a chain of five with a skip from 1 to 3, all but 2 separate:
 
-    Args:
-        reads: for each node, the nodes that it reads. Nodes are in a topological order.
-
-    Example:
-        In a chain of five with a skip from 1 to 3, all but 2 separate:
-
-        >>> separators([[], [0], [1], [1, 2], [3]])
-        [0, 1, 3, 4]
+    >>> separators([[], [0], [1], [1, 2], [3]])
+    [0, 1, 3, 4]
     """
     last_reader = list(range(len(reads)))
     for node, before in enumerate(reads):
