@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from torchckpt.planning.order.program import run
 from torchckpt.planning.plan.problem import Problem
-from torchckpt.planning.plan.search.lane import FORWARD, INPUT_GRAD, Lane
+from torchckpt.planning.plan.search.lane import FORWARD, Lane
 from torchckpt.planning.plan.search.window import Capacity, Window
 from torchckpt.planning.work.block import Stage
 
@@ -156,24 +156,14 @@ class _Rank:
         lane, place = self.lane, self.place
         self.windows.append(_Losses(self.capacity, place, start_seconds))
         visit, kind = lane.visit_at[place], lane.kinds[place]
-        holdings = lane.holdings[visit]
         if kind == FORWARD:
             self.alive.add(visit)
         elif self.gain and place and lane.kinds[place - 1] == FORWARD:
             self._turn(place, visit)
-        seconds, waits = holdings.backward_seconds, 0.0
-        if kind == INPUT_GRAD:
-            seconds, waits = holdings.input_grad_seconds, holdings.weight_grad_seconds
-        for window in self.windows:
-            window.plain_seconds += holdings.forward_seconds if kind == FORWARD else seconds
-            window.wait_seconds += waits
-            window.pass_place(place)
+        waits = self.capacity.passed(place, self.windows)
         self._count_turns()
         self.alive -= {visit} if kind != FORWARD else set()
-        deferrable = 0.0
-        if any(window.wait_seconds for window in self.windows):
-            deferrable = self.capacity.deferrable_seconds(place, visit)
-        ends = [self._end(window, max(0.0, window.wait_seconds - deferrable)) for window in self.windows]
+        ends = list(map(self._end, self.windows, waits))
         latest = max(ends)
         while len(self.windows) > _MOST_WINDOWS:
             lowest = min(range(len(ends)), key=ends.__getitem__)
