@@ -274,7 +274,7 @@ class Run:
             chunks=chunks if "interleaved" in name and pp > 1 else 1,
             recompute=recompute, recomputed_share=share, state="fsdp2" if fsdp > 1 else state,
             shards=fsdp if fsdp > 1 else dp if state == "zero1" else 0,
-            sequence_parallel=bool(row["sp"]) or self._is_titan, fp8=self.is_fp8, software=self.software,
+            sequence_parallel=bool(row["sp"]) or self._is_titan, software=self.software,
         )  # fmt: skip
 
     @cached_property

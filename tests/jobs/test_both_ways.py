@@ -12,8 +12,7 @@ from torch import Tensor
 from examples import plan_llama, plan_parallel
 from torchckpt.costs import fake_mesh, pipeline_costs
 from torchckpt.jobs import MACHINES, Job, Layout, Software, memory_of, model_named
-from torchckpt.jobs.layer import LayerWork
-from torchckpt.jobs.saved import saved_of
+from torchckpt.jobs.layer import LayerWork, saved_of
 
 SIZE = plan_llama.Size(4, 64, 8, 4, 224, 256, 32, rows=2, stages=1)
 TOKENS = SIZE.rows * SIZE.tokens

@@ -12,8 +12,7 @@ import pytest
 from torchckpt.errors import ArgumentError, BudgetInfeasible
 from torchckpt.jobs import MACHINES, MODELS, Job, Layout, plan_job
 from torchckpt.jobs.layout import SOFTWARE
-from torchckpt.jobs.picture import drawn
-from torchckpt.jobs.plan import BUFFERS, MARGIN
+from torchckpt.jobs.plan import BUFFERS, MARGIN, drawn
 from torchckpt.planning.order.schedules import NAMES
 from torchckpt.planning.work.host import Host
 

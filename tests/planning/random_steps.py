@@ -11,8 +11,7 @@ from torchckpt.planning.step.boundary import levels_of_places
 from torchckpt.planning.step.simulated import Step
 from torchckpt.planning.work.block import Block, Link, Stage, fixed
 from torchckpt.planning.work.choice import Choice
-from torchckpt.planning.work.host import Host
-from torchckpt.planning.work.move import Boundary, Move
+from torchckpt.planning.work.host import Boundary, Host, Move
 
 F, B, I, W, R = Kind  # noqa: E741  # the letters of the notation
 

@@ -8,9 +8,9 @@ from dataclasses import fields, replace
 
 from torchckpt.command.shared import Unusable, count, given, line, say, say_json, size, write
 from torchckpt.errors import ArgumentError, BudgetInfeasible
-from torchckpt.jobs import MODELS, Job, JobPlan, Layout, Machine, machine_named, model_named, plan_job, search_layouts
+from torchckpt.jobs import MODELS, Job, Layout, Machine, machine_named, model_named, plan_job, search_layouts
 from torchckpt.jobs.layout import RECOMPUTES, SOFTWARE, STATES
-from torchckpt.jobs.picture import drawn
+from torchckpt.jobs.plan import drawn
 from torchckpt.planning.order.schedules import CHUNKS
 from torchckpt.planning.work.host import Host
 
@@ -83,18 +83,15 @@ def _run(options: argparse.Namespace, host: Host | None) -> None:
         best, text, numbers = result.best[0] if result.best else None, str(result), result.as_json()
     else:
         best = plan_job(Job(model, layout, machine), options.device_memory, host)
-        text, numbers = _text(best), best.as_json()
+        text, numbers = str(best), best.as_json()
+        if best.pipeline is not None and (best.recomputed_share or best.away_share):
+            text += f"\n\n{best.pipeline.by_stage()}"
     if options.svg is not None and best is not None:
         write(options.svg, drawn(best))
     if options.json:
         say_json(numbers)
     else:
         say(text)
-
-
-def _text(plan: JobPlan) -> str:
-    stages = [plan.pipeline.by_stage()] if plan.pipeline and (plan.recomputed_share or plan.away_share) else []
-    return "\n\n".join([str(plan), *stages])
 
 
 def _machine(options: argparse.Namespace) -> Machine:

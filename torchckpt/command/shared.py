@@ -91,8 +91,6 @@ def in_options(text: str) -> str:
     return text
 
 
-
-
 def add_command(
     commands: argparse._SubParsersAction[Parser], name: str, short: str, description: str, epilog: str
 ) -> Parser:
@@ -110,11 +108,8 @@ def add_schedule(
     parser: argparse.ArgumentParser, name: Callable[[str], str], more: str = "", *, required: bool = True
 ) -> argparse._ArgumentGroup:
     """The arguments that say which schedule: its ``name`` and counts, or a file. Return their group, for others.
-
-    Args:
-        more: what ``--schedule`` takes besides the names of schedules, for its help.
-        required: argparse asks for one of them. Default: True.
-    """
+    ``more``: what ``--schedule`` takes besides the names of schedules, for its help. ``required``: argparse asks for
+    one of them. Default: True."""
     group = parser.add_argument_group("schedule")
     which = group.add_mutually_exclusive_group(required=required)
     names = f"one of {', '.join(NAMES)}, or torch's name of it{more}"
@@ -126,11 +121,8 @@ def add_schedule(
 
 
 def schedule_of_csv(options: argparse.Namespace, other: str, most: int) -> Schedule | None:
-    """The schedule of ``--csv``; None where ``--schedule`` and all counts are given, and ``other`` may be.
-
-    Args:
-        most: stages times micro-batches.
-    """
+    """The schedule of ``--csv``; None where ``--schedule`` and all counts are given, and ``other`` may be. ``most``:
+    stages times micro-batches."""
     counts = {"--stages": options.stages, "--microbatches": options.microbatches}
     if options.csv is None:
         missing = [name for name, value in counts.items() if value is None]
@@ -265,11 +257,7 @@ def positive(text: str) -> float:
 
 
 def with_unit(text: str) -> str | float:
-    """A budget as it was written: text, or a number of bytes.
-
-    Raises:
-        Unusable: the number is so small that a unit is missing.
-    """
+    """A budget as it was written: text, or a number of bytes. Unusable, if it is so small that a unit is missing."""
     if not text.replace(".", "", 1).isdecimal():
         return text
     number = float(text)

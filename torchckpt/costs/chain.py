@@ -68,11 +68,8 @@ class Counting:
 
 
 def counted_chain(build: Build, how: Counting) -> list[Counted]:
-    """Count each stage, called with the output of the previous stage.
-
-    Raises:
-        ArgumentError: ``build`` raises or returns something else, or a stage does not run.
-    """
+    """Count each stage, called with the output of the previous stage. An ArgumentError, if ``build`` raises or returns
+    something else, or if a stage does not run."""
     with _environment(how):
         with _stand_ins(_checked(build, how.mesh is not None)) as chain:
             with suppress(RegionSeen):
@@ -85,11 +82,7 @@ def counted_chain(build: Build, how: Counting) -> list[Counted]:
 
 
 def profiled_chain(build: Build, dtype: torch.dtype | None, device: torch.device) -> list[Spent]:
-    """Run each stage on ``device``, where ``build`` makes it; what its parts take.
-
-    Raises:
-        ArgumentError: as :func:`counted_chain`.
-    """
+    """Run each stage on ``device``, where ``build`` makes it; what its parts take. Errors as of `counted_chain`."""
     with _default_dtype(dtype), torch.device(device), torch.enable_grad():
         chain, run = _checked(build, False), partial(profiled, device=device)
         with suppress(RegionSeen):

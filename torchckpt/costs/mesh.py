@@ -25,11 +25,8 @@ class Layout:
     rank: int
 
     def dimension_of(self, ranks: tuple[int, ...]) -> str:
-        """The name of the dimension that ``ranks`` are along; of several, their names with underscores between.
-
-        Raises:
-            ArgumentError: they are along none.
-        """
+        """The name of the dimension that ``ranks`` are along; of several, their names with underscores between. An
+        ArgumentError, if they are along none."""
         choices = (names for count in range(1, len(self.sizes) + 1) for names in combinations(self.sizes, count))
         along = next((names for names in choices if self._ranks_along(names) == tuple(sorted(ranks))), None)
         if along is None:

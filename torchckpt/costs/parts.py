@@ -81,11 +81,7 @@ class Parts(Scope):
     @contextmanager
     def watched(self, children: Sequence[nn.Module] | None) -> Iterator[None]:
         """A context around the forward, with :meth:`enter` and :meth:`leave` around each block, and :meth:`call` in its
-        place.
-
-        Args:
-            children: the modules whose calls are blocks; None where regions are.
-        """
+        place. ``children``: the modules whose calls are blocks; None where regions are."""
         self._refuses_regions = children is not None
         with ExitStack() as stack:
             stack.enter_context(self.entered())

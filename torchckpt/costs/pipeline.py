@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeGuard
 
 import torch
 
@@ -24,7 +23,7 @@ from torchckpt.costs.profile import device_here, with_seconds
 from torchckpt.errors import Fault, called, check, raise_fault
 from torchckpt.planning.device import Device, device_named
 from torchckpt.planning.draw.units import aligned
-from torchckpt.planning.work.block import Block, Link, Stage, fixed
+from torchckpt.planning.work.block import Block, Link, Stage, fixed, is_amount, is_number
 from torchckpt.planning.work.collective import HEADS
 
 __all__ = ["EFFICIENCY", "PipelineCosts", "pipeline_costs"]
@@ -205,15 +204,15 @@ def _faults(
     efficiency: object, dtype: object, optimizer_bytes: object, bandwidth: object, kernels: object, profile: object
 ) -> list[Fault]:
     faults = []
-    if not _is_number(efficiency) or not 0 < efficiency <= 1:
+    if not (is_number(efficiency) and 0 < efficiency <= 1):
         rule = "efficiency is not a share of the peak, above 0 and at most 1"
         faults.append(Fault(rule, f"efficiency={efficiency!r}", "efficiency=0.5"))
     if dtype is not None and dtype not in _DTYPES:
         faults.append(Fault(f"dtype is not one of {', '.join(_DTYPES)}", f"dtype={dtype!r}", 'dtype="bf16"'))
-    if optimizer_bytes is not None and not (_is_number(optimizer_bytes) and 0 <= optimizer_bytes < float("inf")):
+    if optimizer_bytes is not None and not is_amount(optimizer_bytes):
         rule = "optimizer_bytes is not a number of bytes, 0 or more"
         faults.append(Fault(rule, f"optimizer_bytes={optimizer_bytes!r}", "optimizer_bytes=12"))
-    if bandwidth is not None and not (_is_number(bandwidth) and bandwidth > 0):
+    if bandwidth is not None and not (is_number(bandwidth) and bandwidth > 0):
         rule = "link_bytes_per_second is not a number above 0"
         faults.append(Fault(rule, f"link_bytes_per_second={bandwidth!r}", "link_bytes_per_second=50e9"))
     if kernels not in KERNELS:
@@ -223,7 +222,3 @@ def _faults(
         rule = "profile runs on one device, and the ranks of a fake_mesh are not there"
         faults.append(Fault(rule, f"profile={profile!r}", "profile=False, or stages that are not parallelized"))
     return faults
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value

@@ -100,11 +100,8 @@ def _round(
 
 
 def with_seconds(counted: Counted, spent: Spent, place: str) -> Counted:
-    """``counted`` with the seconds that its parts took. A replay takes the share of the forward that was counted.
-
-    Raises:
-        ArgumentError: the stage has other blocks when it runs.
-    """
+    """``counted`` with the seconds that its parts took. A replay takes the share of the forward that was counted. An
+    ArgumentError, if the stage has other blocks when it runs."""
     count = max((part for _, part in spent), default=BEFORE) + 1
     if count != len(counted.blocks):
         rule, works = "a stage has other blocks when it runs", "blocks that no value decides"

@@ -32,11 +32,8 @@ class Repeats:
         self._parameters: set[int] = set()
 
     def run(self, part: int, function: Any, args: Any, kwargs: Any, stands: Callable[[int, Any], bool]) -> Any:
-        """Call ``function`` as block ``part``, or return tensors like those that one of its kind returned.
-
-        Args:
-            stands: whether a block can stand for others, by its number and what it returned.
-        """
+        """Call ``function`` as block ``part``, or return tensors like those that one of its kind returned. ``stands``:
+        whether a block can stand for others, by its number and what it returned."""
         module = module_of(function)
         parameters = set() if module is None else {id(parameter) for parameter in module.parameters()}
         if module is None or parameters & self._parameters:

@@ -2,14 +2,12 @@
 
 No torch is imported, and no model is made: parameters, FLOPs, bytes and collectives follow from sizes.
 
-    picture              the memory of each rank, drawn
     search               the best of all layouts of a model on so many GPUs
-    plan                 a job within the memory of its devices
+    plan                 a job within the memory of its devices; its picture
     memory               what each rank holds, by part
     job                  a model in a layout on devices, as stages, with the step
-    layer, saved         the seconds of one layer; the bytes that it keeps
-    order                the schedule of a layout
-    layout, presets      how a job is split; public models by name
+    layer                the seconds of one layer; the bytes that it keeps
+    layout, presets      how a job is split, and its schedule; public models by name
     model, rates         sizes of a transformer; what devices reach of their peaks
 """
 from __future__ import annotations

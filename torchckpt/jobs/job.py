@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torchckpt.jobs.layer import Head, LayerWork
-from torchckpt.jobs.layout import Layout
+from torchckpt.jobs.layout import Layout, schedule_of
 from torchckpt.jobs.model import Model
-from torchckpt.jobs.order import schedule_of
 from torchckpt.jobs.rates import Machine
 from torchckpt.planning.order.schedule import Schedule, Visit
 from torchckpt.planning.order.schedules import SPLIT

@@ -1,17 +1,17 @@
-"""Layer: the seconds of one layer for one micro-batch on one rank, from its operations."""
+"""Layer: the seconds of one layer for one micro-batch on one rank, from its operations; the bytes that it keeps."""
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from torchckpt.jobs.layout import Layout
 from torchckpt.jobs.model import Model
 from torchckpt.jobs.rates import Machine, Product
-from torchckpt.jobs.saved import Saved, saved_of
 from torchckpt.planning.work.block import Block, fixed
 from torchckpt.planning.work.collective import Collective
 
-__all__ = ["Head", "LayerWork"]
+__all__ = ["Head", "LayerWork", "Saved", "saved_of"]
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,6 @@ class LayerWork:
     machine: Machine
     dense: bool = True
     """Whether the layer has an MLP in place of experts."""
-
-    @property
-    def _software(self) -> str:
-        return self.layout.software.kernels
 
     @cached_property
     def products(self) -> tuple[Product, ...]:
@@ -55,17 +51,14 @@ class LayerWork:
         model, layout, machine = self.model, self.layout, self.machine
         if layout.software.attention != "unfused":
             flops = 2.0 * layout.micro_batch * layout.sequence * layout.context * model.query_width / layout.tp
-            return self._beside_ring(*machine.attention(flops, layout.software.attention, layout.sequence))
+            forward, backward = machine.attention(flops, layout.software.attention, layout.sequence)
+            ring = self._seconds(self._ring)  # context parallel ranks pass keys and values around beside it
+            return max(forward, ring), max(backward, 2 * ring)
         heads, sequence = max(1.0, layout.micro_batch * model.heads / layout.tp), layout.sequence
         size = model.head_size
         two = sum(machine.product(Product(sequence, *each, heads)) for each in ((sequence, size), (size, sequence)))
         scores = heads * sequence**2
         return two + machine.stream(7 * scores), 2 * two + machine.stream(11 * scores)
-
-    def _beside_ring(self, forward: float, backward: float) -> tuple[float, float]:
-        """Context parallel ranks pass keys and values around beside the attention."""
-        seconds = self._seconds(self._ring)
-        return max(forward, seconds), max(backward, 2 * seconds)
 
     @cached_property
     def elementwise(self) -> float:
@@ -86,7 +79,7 @@ class LayerWork:
         Fused: a norm reads and writes 2 bytes, as the residual does, with what both read. In eager mode an RMS norm is
         six kernels, most of them in float32; a rotation is three.
         """
-        model, eager, width = self.model, self._software == "eager", self.model.width(self.dense)
+        model, width, eager = self.model, self.model.width(self.dense), self.layout.software.kernels == "eager"
         if not model.gated:
             return (22 if self.layout.software.dropout else 24 if eager else 16), 4 * width
         rotated = model.query_width + model.kv_width
@@ -96,7 +89,7 @@ class LayerWork:
 
     @property
     def kernels(self) -> int:
-        return 24 if self._software == "eager" else 12
+        return 24 if self.layout.software.kernels == "eager" else 12
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
@@ -155,13 +148,13 @@ class LayerWork:
     @cached_property
     def host(self) -> float:
         """Seconds that a host needs to start the kernels of a forward; a collective counts as four."""
-        flash = self.layout.software.attention != "unfused"
-        kernels = 4 + self.kernels + (2 if flash else 6) + (8 if self.layout.tp > 1 else 0)
-        return self.machine.rates.host_seconds * (0.3 if self._software == "compiled" else 1) * kernels
+        software = self.layout.software
+        kernels = 4 + self.kernels + (6 if software.attention == "unfused" else 2) + (8 if self.layout.tp > 1 else 0)
+        return self.machine.rates.host_seconds * (0.3 if software.kernels == "compiled" else 1) * kernels
 
     @cached_property
     def saved(self) -> Saved:
-        return saved_of(self.model, self.layout, dense=self.dense)
+        return saved_of(self.model, self.layout, self.dense)
 
     @property
     def collective_seconds(self) -> float:
@@ -252,3 +245,40 @@ class Head:
     def embedding(self) -> float:
         """Seconds, forward and also backward."""
         return self.machine.stream(12 * self.layout.tokens * self.model.hidden)
+
+
+class Saved(NamedTuple):
+    """Bytes of a layer and micro-batch."""
+
+    whole: float
+    """If nothing is recomputed."""
+    kept: float
+    """Under the recomputation of the layout, if that is none or selective."""
+    boundary: float
+    """The input of the layer."""
+
+
+def saved_of(model: Model, layout: Layout, dense: bool = True) -> Saved:
+    """What a layer saves, its input included (Korthikanti et al. 2022, arXiv:2205.05198, section 4.1)."""
+    software, tp, hidden = layout.software, layout.tp, model.hidden
+    eager, flash = software.kernels == "eager", software.attention != "unfused"
+    split = 1 / tp if layout.sequence_parallel else 1.0
+    gathered = 0.0 if software.regathers else 4 * (1 - split)  # what the products after both norms read
+    query, keys, width = model.query_width, model.kv_width, model.width(dense)
+    norms = (16 if eager else 8) + (0 if not software.dropout else 1 if flash else 2)
+    first = (4 if model.gated else 2) * width
+    second = (4 if model.gated and eager else 2) * width
+    routed = 0 if dense else 2 * model.active * hidden
+    scores = 4 * model.heads if flash else 5 * model.heads * layout.sequence
+    inside = 2 * (query + 2 * keys) + 2 * query + first + second + routed + scores
+    whole = layout.tokens * (hidden * (norms * split + gathered) + inside / tp)
+    boundary = layout.tokens * 2 * hidden * split
+    if layout.recompute != "selective":
+        return Saved(whole, whole, boundary)
+    modules = software.selective
+    if "products" in modules:
+        return Saved(whole, boundary + layout.tokens * (4 * query + 2 * keys + 2 * width + 2 * hidden) / tp, boundary)
+    gone = 0 if flash or "core_attn" not in modules else scores
+    gone += (first + second if "mlp" in modules and dense else 0) + (second if "moe_act" in modules else 0)
+    norms_gone = layout.tokens * 4 * hidden * split if "layernorm" in modules else 0.0
+    return Saved(whole, whole - layout.tokens * gone / tp - norms_gone, boundary)

@@ -1,15 +1,17 @@
-"""Layout: how a job is split over GPUs, its batch, and what the software that runs it does."""
+"""Layout: how a job is split over GPUs, its batch and schedule, and what the software that runs it does."""
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import gcd
 
-from torchckpt.errors import Fault
+from torchckpt.errors import ArgumentError, Fault
 from torchckpt.jobs.model import Model
-from torchckpt.planning.order.schedules import CHUNKS, FOLDED, full_name
+from torchckpt.planning.order.schedule import Schedule, Visit, in_turn
+from torchckpt.planning.order.schedules import CHUNKS, FOLDED, full_name, named_schedule
 
-__all__ = ["RECOMPUTES", "SOFTWARE", "STATES", "Layout", "Software"]
+__all__ = ["RECOMPUTES", "SOFTWARE", "STATES", "Layout", "Software", "schedule_of"]
 
 RECOMPUTES = ("none", "selective", "full", "planned")
 STATES = ("none", "zero1", "fsdp2")
@@ -99,7 +101,6 @@ class Layout:
     shards: int = 0
     """Ranks that share the state; fewer than all where groups of them are replicas (HSDP). Default: ``dp * cp``."""
     sequence_parallel: bool = True
-    fp8: bool = False
     software: Software = field(default_factory=Software)
 
     def __post_init__(self) -> None:
@@ -223,3 +224,32 @@ class Layout:
 def _most(limit: int, fits: Callable[[int], bool]) -> int:
     """The largest number up to ``limit`` that fits, as 1 does."""
     return next(filter(fits, range(limit, 0, -1)), 1)
+
+
+def schedule_of(layout: Layout) -> Schedule:
+    """The order of actions, of one micro-batch where a rank has the whole model. 1F1B may have fewer micro-batches than
+    ranks. An ArgumentError, if they do not suit another schedule."""
+    name, ranks, count = layout.schedule, layout.pp, layout.micro_batches
+    if ranks == 1:
+        return named_schedule("1f1b", 1, 1)
+    if name == "zb-2p":
+        return _ordered(name, ranks, count, ahead=2, behind=2)
+    if name == "1f1b":
+        return _ordered(name, ranks, count, extra=layout.ahead)
+    try:
+        return named_schedule(name, ranks, count, layout.chunks if name in CHUNKS else None)
+    except ArgumentError as error:
+        sequences = layout.dp * layout.micro_batch
+        text = re.sub(r"\bm=(\d+)", lambda m: f"global_batch={int(m[1]) * sequences}", str(error))
+        raise ArgumentError(text) from None
+
+
+def _ordered(name: str, ranks: int, count: int, ahead: int = 1, behind: int | None = None, extra: int = 0) -> Schedule:
+    """1F1B with more forwards ahead: so many times as many, and some more. ZB-H2 has twice as many, and its weight
+    gradients wait twice as long as those of ZB-H1 (Qi et al. 2024, arXiv:2401.10241, section 2.2)."""
+    orders = []
+    for rank in range(ranks):
+        visits: list[Visit] = [(rank, micro_batch) for micro_batch in range(count)]
+        weights = None if behind is None else behind * rank
+        orders.append(tuple(in_turn(visits, visits, ahead * (ranks - 1 - rank) + extra, weights)))
+    return Schedule(name, tuple(orders), tuple(range(ranks)), count)

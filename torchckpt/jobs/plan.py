@@ -1,4 +1,4 @@
-"""Plan: a job within the memory of its devices: what each rank holds, what a step takes, the bound."""
+"""Plan: a job within the memory of its devices: what each rank holds, what a step takes, the bound; its picture."""
 from __future__ import annotations
 
 import math
@@ -14,6 +14,7 @@ from torchckpt.jobs.job import Job
 from torchckpt.jobs.layout import Layout
 from torchckpt.jobs.memory import RankMemory, memory_of
 from torchckpt.planning.budget import enough, whole
+from torchckpt.planning.draw.canvas import STYLE, Axis, Canvas
 from torchckpt.planning.draw.units import aligned, percent
 from torchckpt.planning.plan.pipeline import planned
 from torchckpt.planning.plan.problem import Problem, problem_of
@@ -24,7 +25,7 @@ from torchckpt.planning.work.choice import Choice
 from torchckpt.planning.work.collective import HEADS
 from torchckpt.planning.work.host import Host
 
-__all__ = ["BUFFERS", "MARGIN", "JobPlan", "plan_job"]
+__all__ = ["BUFFERS", "MARGIN", "JobPlan", "drawn", "plan_job"]
 
 BUFFERS = 1.5 * 2**30
 """The context of a device and the buffers of collectives: 1 to 2 GiB beside an allocator's figures."""
@@ -238,7 +239,9 @@ def _refuse(job: Job, device_bytes: float) -> NoReturn:
     needed = _device_bytes(memory[rank])
     part, size = max(memory[rank].parts.items(), key=lambda item: item[1])
     near = next(_near(job, device_bytes), None)
-    works = "a device with more memory, or more GPUs" if near is None else _words(layout, near)
+    works = "a device with more memory, or more GPUs"
+    if near is not None:
+        works = ", ".join(f"{name}={new!r}" for name in _NAMES if (new := getattr(near, name)) != getattr(layout, name))
     raise BudgetInfeasible(
         f"the job does not fit: rank {rank} needs {enough(needed)} bytes, {MARGIN:.0%} of which are left to the "
         f"allocator, and most of them {part}: {enough(size)}\n"
@@ -251,11 +254,6 @@ def _refuse(job: Job, device_bytes: float) -> NoReturn:
 
 
 _NAMES = ("gpus", "tp", "pp", "dp", "micro_batch", "recompute", "state")
-
-
-def _words(layout: Layout, other: Layout) -> str:
-    changed = [name for name in _NAMES if getattr(layout, name) != getattr(other, name)]
-    return ", ".join(f"{name}={getattr(other, name)!r}" for name in changed)
 
 
 def _near(job: Job, device_bytes: float) -> Iterator[Layout]:
@@ -285,3 +283,40 @@ def _changed(layout: Layout) -> Iterator[Layout]:
             yield replace(layout, pp=2 * layout.pp, gpus=2 * layout.gpus)
     if layout.state == "zero1":
         yield replace(layout, dp=2 * layout.dp, gpus=2 * layout.gpus)
+
+
+_COLOURS = {
+    "weights": "#0b6e99", "gradients": "#4f9cb8", "optimizer": "#a3cbdb", "gathered": "#8450a6",
+    "activations": "#c7511f", "working": "#e59b72", "buffers": "#8a8a8a",
+}  # fmt: skip
+_STYLE = STYLE + " ".join(f".{name}{{fill:{colour}}}" for name, colour in _COLOURS.items())
+_WIDTH, _LEFT, _RIGHT, _HEIGHT = 960.0, 84.0, 24.0, 300.0
+
+
+def drawn(plan: JobPlan) -> str:
+    """An SVG: a bar for each rank of the pipeline, its parts from below, the device's memory and its margin; then who
+    does what when. Where the plan recomputes or sends away, the step that keeps everything stands above it."""
+    ranks = [{**memory.parts, "buffers": BUFFERS} for memory in plan.memory]
+    canvas, right = Canvas(_WIDTH), _WIDTH - _RIGHT
+    speed = f"{plan.step_seconds:.4g} s a step, {plan.tokens_per_second:,.0f} tokens a second and GPU"
+    top = canvas.headed(_LEFT, plan.job.model.name, speed) + 24
+    most = max(plan.device_bytes, *(sum(parts.values()) for parts in ranks)) * 1.05
+    axis = Axis(most, top + _HEIGHT, top)
+    canvas.grid(axis, _LEFT, right, _GB, 6, " GB")
+    wide = (right - _LEFT) / len(ranks)
+    for rank, parts in enumerate(ranks):
+        x, below = _LEFT + rank * wide, 0.0
+        for name, size in parts.items():
+            above = below + size
+            box = x + 0.1 * wide, axis(above), 0.8 * wide, axis(below) - axis(above)
+            canvas.bar(*box, f"rank {rank}: {name} {size / _GB:.1f} GB", name)
+            below = above
+        canvas.words(x + wide / 2, axis.start + 18, str(rank), class_="middle")
+    for share, words, under in ((1.0, "device", -4), (1 - MARGIN, "less the margin", 14)):
+        y = axis(share * plan.device_bytes)
+        canvas.line(_LEFT, y, right, y, class_="budget")
+        canvas.words(right, y + under, f"{words} {share * plan.device_bytes / _GB:.0f} GB", class_="end")
+    height = canvas.legend(((name, name) for name in _COLOURS), _LEFT, axis.start + 44)
+    is_compared = plan.pipeline is not None and plan.recomputed_share + plan.away_share > 0
+    step = plan.pipeline if plan.pipeline is not None and is_compared else plan.step.timeline
+    return canvas.text(canvas.insert(step.draw(), height), plan.summary, _STYLE)

@@ -39,8 +39,7 @@ from torchckpt.planning.step.simulated import Step, simulate
 from torchckpt.planning.step.timeline import Timeline
 from torchckpt.planning.work.block import Block, Link, Stage, fixed
 from torchckpt.planning.work.choice import Choice, State, ahead, arrival, exempt, first_blocks, none
-from torchckpt.planning.work.host import Host
-from torchckpt.planning.work.move import Boundary, Move
+from torchckpt.planning.work.host import Boundary, Host, Move
 
 __all__ = [
     "NAMES", "Action", "Block", "Bound", "Boundary", "Choice", "Copy", "Event", "Host", "Kind", "Link", "Message",

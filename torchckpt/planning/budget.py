@@ -58,21 +58,17 @@ def read(written: object) -> Amount | None:
     """
     if isinstance(written, str):
         return _read_text(written)
-    if isinstance(written, bool) or not isinstance(written, (Integral, Real)) or not _is_finite(written):
+    if isinstance(written, bool) or not isinstance(written, (Integral, Real)):
+        return None
+    if not isinstance(written, Integral) and not math.isfinite(written):
         return None
     number = Fraction(int(written)) if isinstance(written, Integral) else Fraction(repr(float(written)))  # as typed
     return Amount(number) if number >= 1 else None
 
 
 def read_budgets(budgets: Mapping[str, object], most: Fraction | None = None) -> list[Amount]:
-    """The amounts of ``budgets``, by name.
-
-    Args:
-        most: of a share, such as 1. Default: any.
-
-    Raises:
-        ArgumentError: with what is wrong with each.
-    """
+    """The amounts of ``budgets``, by name; an ArgumentError says what is wrong with each. ``most``: of a share, such as
+    1. Default: any."""
     amounts = {name: read(written) for name, written in budgets.items()}
     faults = [_fault(name, budgets[name], amount, most) for name, amount in amounts.items()]
     check([fault for fault in faults if fault])
@@ -122,10 +118,6 @@ def _is_below_one(written: object) -> TypeGuard[Real]:
     return isinstance(written, Real) and not isinstance(written, Integral) and 0 < float(written) < 1
 
 
-def _is_finite(number: Real | Integral) -> bool:
-    return isinstance(number, Integral) or math.isfinite(float(number))
-
-
 def whole(amount_bytes: float) -> str:
     """At most so many bytes, for people. There are no parts of a byte; few may be of another unit.
 
@@ -156,11 +148,7 @@ Limit: TypeAlias = "Bytes | DeviceMemory"
 
 
 def without_static(memory: DeviceMemory, static_bytes: Sequence[float]) -> tuple[float, ...]:
-    """The bytes of each rank that are left for activations.
-
-    Raises:
-        BudgetInfeasible: no bytes are left on some rank.
-    """
+    """The bytes of each rank that are left for activations. BudgetInfeasible, if none are on some rank."""
     most = max(static_bytes)
     if most < memory.total_bytes:
         return tuple(memory.total_bytes - taken for taken in static_bytes)
@@ -176,17 +164,11 @@ def without_static(memory: DeviceMemory, static_bytes: Sequence[float]) -> tuple
 
 
 def bytes_per_rank(limit: Bytes, ranks: int, peak_bytes: float) -> tuple[float, ...]:
-    """The budget of each rank in bytes.
+    """The budget of each rank in bytes; ``peak_bytes`` are 100%. An ArgumentError, if a budget is not a size, is not
+    above zero, is a number below 1, or their number differs from the number of ranks.
 
     >>> bytes_per_rank(["50%", "1kB"], 2, 8000.0)
     (4000.0, 1000.0)
-
-    Args:
-        peak_bytes: the bytes of a share of 100%.
-
-    Raises:
-        ArgumentError: a budget is not a size, is not above zero, is a number below 1, or their number differs from the
-            number of ranks.
     """
     if isinstance(limit, (str, Real)):
         amounts = read_budgets({"budget": limit}) * ranks

@@ -88,13 +88,8 @@ class Device:
         return max(flops / (peak * efficiency), moved_bytes / self.bytes_per_second)
 
 
-def _read(row: dict[str, Any]) -> Device:
-    network = Network(**row.pop("network")) if row["network"] else None
-    return Device(**row, network=network)
-
-
 _ROWS: list[dict[str, Any]] = json.loads(Path(__file__).with_name("devices.json").read_text(encoding="utf-8"))
-DEVICES = {device.name: device for device in map(_read, _ROWS)}
+DEVICES = {row["name"]: Device(**row | {"network": row["network"] and Network(**row["network"])}) for row in _ROWS}
 """The known devices, by name."""
 
 

@@ -214,12 +214,16 @@ def _rows(canvas: Canvas, timeline: TimelineFigures, layout: _Layout, top: float
             name = row_name(timeline.schedule, rank)
             canvas.words(_LEFT - 8, y + layout.row_height / 2 + 5, name, class_="end")
         _boxes(canvas, timeline, rank, layout, y)
-        if layout.show_copies and every == 1:
-            canvas.words(_LEFT - 8, y + layout.row_height + 1 + _WIRE, "copies", class_="end")
-        if layout.show_copies:
-            _copies(canvas, timeline, rank, layout, y + layout.row_height + 1)
-        if timeline.copies:
-            _moves(canvas, timeline, rank, layout, y + pitch - _ARRIVALS - 2 * _WIRE + 1, every == 1)
+        below = [("copies", y + layout.row_height + 1, _sent(timeline, rank))] * layout.show_copies
+        below += [("host", y + pitch - _ARRIVALS - 2 * _WIRE + 1, _moved(timeline, rank))] * bool(timeline.copies)
+        for name, start, ways in below:
+            if every == 1:
+                canvas.words(_LEFT - 8, start + _WIRE, name, class_="end")
+            for number, (style, times) in enumerate(ways.items()):
+                spans = [_box(layout.time, *each) for each in times]
+                boxes = [(x, start + number * _WIRE, width, _WIRE - 2) for x, width in spans]
+                if boxes:
+                    canvas.boxes(boxes, class_=style)
         arrived = [(layout.time(seconds), y - _ARRIVALS + 0.5) for to, seconds in _arrivals(timeline) if to == rank]
         if arrived:
             canvas.ticks(arrived, _ARRIVALS - 0.5, class_="arrival")
@@ -242,31 +246,21 @@ def _boxes(canvas: Canvas, timeline: TimelineFigures, rank: int, layout: _Layout
             canvas.words(*place, text, class_=f"middle {shade}", style=f"font-size:{size:g}px")
 
 
-def _copies(canvas: Canvas, timeline: TimelineFigures, rank: int, layout: _Layout, y: float) -> None:
-    """What ``rank`` sends to others: activations, and under them gradients."""
-    sent = [message for message, sender, _ in _crossing(timeline) if sender == rank]
-    for way, is_forward, top in (("there", True, y), ("back", False, y + _WIRE)):
-        messages = [message for message in sent if (message.action.kind is Kind.FORWARD) == is_forward]
-        _spans(canvas, layout, [(message.sent_seconds, message.arrived_seconds) for message in messages], top, way)
+def _sent(timeline: TimelineFigures, rank: int) -> dict[str, list[tuple[float, float]]]:
+    """The times of what ``rank`` sends to others: activations, and under them gradients."""
+    times: dict[str, list[tuple[float, float]]] = {"there": [], "back": []}
+    for message in (message for message, sender, _ in _crossing(timeline) if sender == rank):
+        way = "there" if message.action.kind is Kind.FORWARD else "back"
+        times[way].append((message.sent_seconds, message.arrived_seconds))
+    return times
 
 
-def _moves(
-    canvas: Canvas, timeline: TimelineFigures, rank: int, layout: _Layout, y: float, is_named: bool
-) -> None:
-    """What is copied from ``rank`` to its host, and under it what is copied back."""
-    if is_named:
-        canvas.words(_LEFT - 8, y + _WIRE, "host", class_="end")
-    for is_back, way in enumerate(("out", "in")):
-        copies = [copy for copy in timeline.copies if copy.rank == rank and copy.is_back == is_back]
-        times = [(copy.start_seconds, copy.end_seconds) for copy in copies]
-        _spans(canvas, layout, times, y + is_back * _WIRE, way)
-
-
-def _spans(canvas: Canvas, layout: _Layout, times: Sequence[tuple[float, float]], top: float, style: str) -> None:
-    """A thin row of boxes, each with its start and its end."""
-    spans = [_box(layout.time, *each) for each in times]
-    if spans:
-        canvas.boxes(((x, top, width, _WIRE - 2) for x, width in spans), class_=style)
+def _moved(timeline: TimelineFigures, rank: int) -> dict[str, list[tuple[float, float]]]:
+    """The times of what is copied from ``rank`` to its host, and under it of what is copied back."""
+    times: dict[str, list[tuple[float, float]]] = {"out": [], "in": []}
+    for copy in (copy for copy in timeline.copies if copy.rank == rank):
+        times["in" if copy.is_back else "out"].append((copy.start_seconds, copy.end_seconds))
+    return times
 
 
 def _crossing(timeline: TimelineFigures) -> list[tuple[Message, int, int]]:

@@ -57,7 +57,8 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
         raise_fault(Fault("the schedule is not text", repr(text), "Path('schedule.csv').read_text()"))
     parsed = [[(action, cell) for cell in row for action in _actions(cell.text)] for row in _cells(text)]
     unknown = [cell for row in parsed for action, cell in row if action is None]
-    check(map(_unknown, unknown))
+    rule = "this is no action: a stage, one of F B I W R, and a micro-batch"
+    check([Fault(f"{cell.where}: {rule}", repr(cell.text), "'0F3'") for cell in unknown])
     orders = [[(action, cell) for action, cell in row if action is not None] for row in parsed]
     check(_beyond(orders))
     check(_gaps({action.stage for row in orders for action, _ in row}))
@@ -85,11 +86,6 @@ def _actions(text: str) -> Iterator[Action | None]:
     for part in overlap[1].split(";") if overlap else [text]:
         match = _ACTION.fullmatch(part.strip())
         yield Action(int(match[1]), Kind(match[2]), int(match[3])) if match else None
-
-
-def _unknown(cell: _Cell) -> Fault:
-    rule = f"{cell.where}: this is no action: a stage, one of F B I W R, and a micro-batch"
-    return Fault(rule, repr(cell.text), "'0F3'")
 
 
 def _beyond(orders: list[list[tuple[Action, _Cell]]]) -> Iterator[Fault]:

@@ -45,13 +45,9 @@ _ABSENT = -1.0
 _FOREVER = float("inf")
 
 
-def _no_time(action: Action) -> float:
-    return 0.0
-
-
 def compile_program(
     schedule: Schedule,
-    seconds: Callable[[Action], float] = _no_time,
+    seconds: Callable[[Action], float] = lambda _: 0.0,
     travel_seconds: Sequence[float] | None = None,
     late_seconds: Mapping[Visit, float] | None = None,
 ) -> Program:
@@ -120,10 +116,8 @@ class Run:
 def run(program: Program, end_seconds: Sequence[Callable[[float], float] | None] | None = None) -> Run:
     """Simulate ``program``. Each rank runs until it needs a token that does not exist yet, and continues when the token
     is produced. The work is linear in the number of actions. Messages on a wire queue in the sender's order.
-
-    Args:
-        end_seconds: for each rank, a function from the start of its next action to its end; it may know of engines
-            beside the compute. Default, also for a rank: the start plus the seconds of the instruction.
+    ``end_seconds``: for each rank, a function from the start of its next action to its end; it may know of engines
+    beside the compute. Default, also for a rank: the start plus the seconds of the instruction.
     """
     arrived, sent = [_ABSENT] * program.tokens, [_ABSENT] * program.tokens
     for token in program.initial:

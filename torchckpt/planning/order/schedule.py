@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, TypeAlias
@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 from torchckpt.errors import Fault, brief
 
 __all__ = [
-    "BACKWARDS", "Action", "Kind", "Schedule", "Visit", "enough", "in_turn", "nearest", "phases", "visits", "whole",
+    "BACKWARDS", "Action", "Kind", "Schedule", "Visit", "enough", "in_turn", "phases", "visits", "whole",
 ]
 
 
@@ -81,12 +81,9 @@ def visits(stages: Sequence[int], m: int, together: int) -> list[Visit]:
 def in_turn(
     forwards: Sequence[Visit], backwards: Sequence[Visit], ahead: int, weights_behind: int | None = None
 ) -> Iterator[Action]:
-    """``ahead`` forwards, then one forward and one backward in turn, then the remaining backwards.
-
-    Args:
-        weights_behind: splits each backward. The weight gradients follow this many backwards after the input gradients;
-            0 is right after them. Default: None, whole backwards.
-    """
+    """``ahead`` forwards, then one forward and one backward in turn, then the remaining backwards. ``weights_behind``:
+    splits each backward. The weight gradients follow this many backwards after the input gradients; 0 is right after
+    them. Default: None, whole backwards."""
     ahead = min(ahead, len(forwards))
     kind = Kind.BACKWARD if weights_behind is None else Kind.INPUT_GRAD
     behind = len(backwards) if weights_behind is None else weights_behind
@@ -108,11 +105,8 @@ def phases(plan: Iterable[tuple[int, str]], chunks: dict[str, int], m: int) -> I
     and its split backward.
 
     Each chunk takes its micro-batches in order. A word is skipped if its chunk has no micro-batch left. ``Wa`` is the
-    oldest pending weight gradient of chunk a; ``W`` is the oldest pending one of any chunk.
-
-    Args:
-        plan: pairs of a repeat count and the words to repeat.
-        chunks: for each lower-case letter, its stage.
+    oldest pending weight gradient of chunk a; ``W`` is the oldest pending one of any chunk. ``plan``: pairs of a repeat
+    count and the words to repeat. ``chunks``: for each lower-case letter, its stage.
     """
     done: Counter[tuple[str, bool]] = Counter()
     pending: deque[tuple[str, int]] = deque()
@@ -147,8 +141,3 @@ def enough(schedule: str, m: int, name: str, stages: int, factor: int = 1) -> li
         return faults
     rule = f"m is too small: {schedule} needs m >= {f'{factor} ' if factor > 1 else ''}{name}"
     return [Fault(rule, f"m={m}, {name}={stages}", f"m={factor * stages}, the nearest")]
-
-
-def nearest(value: int, works: Callable[[int], bool]) -> int:
-    """The number nearest to ``value`` for which ``works`` is true; of two equally near numbers, the larger."""
-    return next(n for distance in range(value) for n in (value + distance, value - distance) if works(n))

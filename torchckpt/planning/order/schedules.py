@@ -10,18 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 
 from torchckpt.errors import Fault, called, check
-from torchckpt.planning.order.schedule import (
-    Action,
-    Kind,
-    Schedule,
-    Visit,
-    enough,
-    in_turn,
-    nearest,
-    phases,
-    visits,
-    whole,
-)
+from torchckpt.planning.order.schedule import Action, Kind, Schedule, Visit, enough, in_turn, phases, visits, whole
 
 __all__ = [
     "CHUNKS", "FOLDED", "NAMES", "SPLIT", "dualpipe_v", "eager_one_f_one_b", "full_name", "gpipe",
@@ -202,7 +191,8 @@ def _even_rounds(ranks: int, chunks: int, m: int) -> list[Fault]:
     faults = [*whole("ranks", ranks), *whole("chunks", chunks), *whole("m", m)]
     if faults or m % max(1, m // ranks) == 0:
         return faults
-    works = nearest(m, lambda other: other % max(1, other // ranks) == 0)
+    near = (other for distance in range(m) for other in (m + distance, m - distance))
+    works = next(other for other in near if other % max(1, other // ranks) == 0)
     rule = "the micro-batches do not divide into m // ranks rounds of equal size"
     return [Fault(rule, f"m={m}, ranks={ranks}: {m // ranks} rounds", f"m={works}, the nearest")]
 

@@ -9,7 +9,7 @@ from torchckpt.errors import Fault, brief, check, raise_fault
 from torchckpt.planning.order.program import Run, compile_program, run
 from torchckpt.planning.order.schedule import Action, Kind, Schedule
 
-__all__ = ["Misplaced", "check_order", "check_schedule", "located", "misplaced", "stuck"]
+__all__ = ["Misplaced", "check_order", "check_schedule"]
 
 _BIT = {kind: 1 << bit for bit, kind in enumerate(Kind)}
 _F, _B, _I, _W, _R = (_BIT[kind] for kind in Kind)
@@ -97,12 +97,8 @@ def _missing(schedule: Schedule, done: bytearray) -> Iterator[Misplaced]:
     for key, state in enumerate(done):
         if state & ~_R not in _COMPLETE:
             stage, i = divmod(key, schedule.micro_batches)
-            if not state & _F:
-                what = str(Action(stage, Kind.FORWARD, i))
-            elif state & _I:
-                what = str(Action(stage, Kind.WEIGHT_GRAD, i))
-            else:
-                what = str(Action(stage, Kind.BACKWARD, i))
+            kind = Kind.FORWARD if not state & _F else Kind.WEIGHT_GRAD if state & _I else Kind.BACKWARD
+            what = Action(stage, kind, i)
             rule = "an action is missing: every stage runs every micro-batch forward and backward"
             yield Misplaced(schedule.placement[stage], None, Fault(rule, f"no {what}", f"{what} on this rank"))
 

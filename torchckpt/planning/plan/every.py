@@ -18,7 +18,6 @@ from torchckpt.planning.work.host import Host
 __all__ = ["Comparison", "plan_every"]
 
 
-
 @dataclass(frozen=True)
 class Comparison:
     """The plans of all named schedules that fit the budget, shortest step first. (The class of this name in ``step``

@@ -16,7 +16,7 @@ from torchckpt.planning.plan.problem import Problem
 from torchckpt.planning.step.simulated import Step
 from torchckpt.planning.step.timeline import Timeline
 from torchckpt.planning.work.choice import Choices, State, first_blocks
-from torchckpt.planning.work.move import Move
+from torchckpt.planning.work.host import Move
 
 __all__ = ["Alone", "PlanFigures", "Rule", "WholeStep", "everything", "same_blocks"]
 
@@ -52,11 +52,8 @@ def same_blocks(problem: Problem) -> Rule:
 
 def _quickest(problem: Problem, counts: Sequence[int]) -> tuple[float, int, tuple[float, ...]]:
     """The shortest step that drops the first blocks, one of ``counts``, over the numbers of weight gradients that may
-    wait. In one order, dropping more takes longer: so only the least count that fits is simulated.
-
-    Returns:
-        its seconds, its count, and the peak bytes of each rank; infinite seconds if no count fits.
-    """
+    wait: its seconds, its count, and the peak bytes of each rank; infinite seconds if no count fits. In one order,
+    dropping more takes longer: so only the least count that fits is simulated."""
     best: tuple[float, int, tuple[float, ...]] = (math.inf, counts[0], ())
     for schedule in _delays(problem.schedule):
         for blocks in counts:

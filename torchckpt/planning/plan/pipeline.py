@@ -6,8 +6,8 @@ ranks hold different numbers of micro-batches, and at the end of a step fewer of
 each visit, starts recomputes early where a rank would idle, and says beside it how short a step can be at all.
 
 The problem has two parts. Bytes decide, rank by rank, which blocks can be kept (:mod:`lane`). The length of the step
-then depends on all ranks together (:mod:`dispatch`). :mod:`search` alternates between the two, until the step reaches
-the bound (:mod:`bound`) or a fixed number of tries is used up.
+then depends on all ranks together (:mod:`dispatch`). :mod:`candidates` alternates between the two, until the step
+reaches the bound (:mod:`bound`) or a fixed number of tries is used up.
 """
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from torchckpt.planning.plan.away import bound_seconds, offload_only, planned_aw
 from torchckpt.planning.plan.figures import Alone
 from torchckpt.planning.plan.problem import Problem, problem_of
 from torchckpt.planning.plan.result import PipelinePlan
-from torchckpt.planning.plan.search.candidates import search
-from torchckpt.planning.plan.search.dispatch import SimulatedStep
+from torchckpt.planning.plan.search.candidates import Candidate, Search
 from torchckpt.planning.plan.search.lane import KINDS, RECOMPUTE, Holding
 from torchckpt.planning.work.block import Links, Stages
 from torchckpt.planning.work.choice import Choice, first_blocks
@@ -36,12 +35,7 @@ _ROUNDING = 1e-9
 
 
 def planned(problem: Problem) -> PipelinePlan:
-    """The shortest plan that is found.
-
-    Raises:
-        BudgetInfeasible: the budget is below the need of a rank that recomputes everything, and of one that sends
-            blocks away. The error has a budget that works, and its plan.
-    """
+    """The shortest plan that is found. BudgetInfeasible as of :func:`plan_pipeline`."""
     if problem.host is not None:
         return _beside_host(problem)
     if problem.too_small:
@@ -50,8 +44,8 @@ def planned(problem: Problem) -> PipelinePlan:
     target = problem.bound_seconds
     if kept and kept.step_seconds <= target * (1 + _ROUNDING):
         return kept
-    best = search(problem.program, problem.lanes, target, keep_all=kept is not None)
-    plan = _plan(problem, best.step, best.chosen)
+    best = Search(problem.program, problem.lanes, target, keep_all=kept is not None).run()
+    plan = _plan(problem, best)
     return kept if kept and kept.step_seconds <= plan.step_seconds else plan
 
 
@@ -61,7 +55,8 @@ def _beside_host(problem: Problem) -> PipelinePlan:
     plans = [] if alone.too_small else [replace(planned(alone), problem=problem)]
     recomputing = plans[0].step_seconds if plans else math.inf
     if away is not None:
-        plans.append(PipelinePlan(problem, away.schedule, away.choices, moves=away.moves))
+        schedule, choices, moves = away
+        plans.append(PipelinePlan(problem, schedule, choices, moves=moves))
     if not plans:
         _refuse(problem)
     best = min(plans, key=lambda plan: plan.step_seconds)
@@ -70,23 +65,20 @@ def _beside_host(problem: Problem) -> PipelinePlan:
 
 def _everything_kept(problem: Problem) -> PipelinePlan | None:
     """The schedule as it is, if the budget has room for it."""
-    pairs = zip(problem.keep_all.peak_bytes, problem.lanes)
-    if any(peak > lane.budget_bytes for peak, lane in pairs):
+    if any(peak > lane.budget_bytes for peak, lane in zip(problem.keep_all.peak_bytes, problem.lanes)):
         return None
     return PipelinePlan.of(problem, problem.schedule, first_blocks(problem.schedule, problem.stages, 0))
 
 
-def _plan(problem: Problem, step: SimulatedStep, chosen: Sequence[Sequence[Holding]]) -> PipelinePlan:
+def _plan(problem: Problem, found: Candidate) -> PipelinePlan:
     ranks: list[tuple[Action, ...]] = []
     choices: dict[Visit, Choice] = {}
-    for lane, done, holdings in zip(problem.lanes, step.done, chosen):
-        early = [0] * len(holdings)
-        for kind, visit, blocks, _, _ in done:
-            if kind == RECOMPUTE:
-                early[visit] = blocks
+    for lane, done, holdings in zip(problem.lanes, found.step.done, found.chosen):
+        early = {visit: blocks for kind, visit, blocks, _, _ in done if kind == RECOMPUTE}
         visits = ((KINDS[kind], *lane.visits[visit]) for kind, visit, *_ in done)
         ranks.append(tuple(Action(stage, kind, i) for kind, stage, i in visits))
-        choices |= dict(zip(lane.visits, map(Holding.choice, holdings, early)))
+        counts = [early.get(visit, 0) for visit in range(len(holdings))]
+        choices |= dict(zip(lane.visits, map(Holding.choice, holdings, counts)))
     return PipelinePlan.of(problem, replace(problem.schedule, ranks=tuple(ranks)), choices)
 
 

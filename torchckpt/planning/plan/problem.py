@@ -26,8 +26,7 @@ from torchckpt.planning.work.block import (
     restaged,
 )
 from torchckpt.planning.work.choice import Choices
-from torchckpt.planning.work.host import Host
-from torchckpt.planning.work.move import Move
+from torchckpt.planning.work.host import Host, Move
 
 __all__ = ["Problem", "problem_of"]
 
@@ -104,11 +103,8 @@ class Problem:
 def problem_of(
     schedule: Schedule, stages: Stages, budget: Limit, link: Links, host: Host | None = None
 ) -> Problem:
-    """The problem for the arguments of the caller.
-
-    Raises:
-        ArgumentError: with every fault of ``schedule``, ``stages`` and ``link``; then of ``budget`` and ``host``.
-    """
+    """The problem for the arguments of the caller. An ArgumentError has every fault of ``schedule``, ``stages`` and
+    ``link``; then of ``budget`` and ``host``."""
     check_schedule(schedule)
     links, wrong_links = per_boundary(link, schedule.stages)
     listed, wrong_stages = per_stage(stages, schedule.stages)

@@ -13,7 +13,7 @@ from torchckpt.planning.plan.figures import PlanFigures
 from torchckpt.planning.plan.problem import Problem
 from torchckpt.planning.plan.stored import read, written
 from torchckpt.planning.work.choice import Choices
-from torchckpt.planning.work.move import Move
+from torchckpt.planning.work.host import Move
 
 __all__ = ["PipelinePlan"]
 

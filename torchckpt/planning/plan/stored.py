@@ -17,8 +17,7 @@ from torchckpt.planning.step.boundary import misplaced_moves
 from torchckpt.planning.step.placement import recomputed_early
 from torchckpt.planning.work.block import Block, Link, Stage, fixed, restaged
 from torchckpt.planning.work.choice import Choice
-from torchckpt.planning.work.host import Host
-from torchckpt.planning.work.move import Boundary, Move
+from torchckpt.planning.work.host import Boundary, Host, Move
 
 __all__ = ["read", "written"]
 
@@ -35,7 +34,7 @@ def written(plan: PlanFigures) -> str:
         "planned": to_csv(plan.schedule),
         "stages": [_stored_stage(stage) for stage in (plan.asked or problem).stages],
         "balance": plan.balance,
-        "links": [_stored_link(link) for link in problem.links],
+        "links": [[link.latency_seconds, _finite(link.bandwidth)] for link in problem.links],
         "budget_bytes": problem.budget_bytes,
         "bound_seconds": plan.bound_seconds,
         "choices": [_choices_of(plan, stage) for stage in range(len(problem.stages))],
@@ -45,18 +44,14 @@ def written(plan: PlanFigures) -> str:
     if problem.host is not None:
         stored |= {"host": asdict(problem.host), "moves": plan.moves}
     if plan.alone is not None:
-        stored["alone"] = [seconds if math.isfinite(seconds) else None for seconds in plan.alone]
+        stored["alone"] = list(map(_finite, plan.alone))
     return json.dumps(stored)
 
 
 @called("PipelinePlan.from_json()")
 def read(text: str) -> PlanFigures:
     """Read the JSON of :func:`written`, or what the command ``plan`` has printed, and count it again. Its bound is that
-    of the problem.
-
-    Raises:
-        ArgumentError: the text has another format, or its parts contradict each other.
-    """
+    of the problem."""
     try:
         stored = json.loads(text)
         if "format" not in stored and isinstance(stored.get("plan"), dict):  # what the command plan --json prints
@@ -115,19 +110,15 @@ def _schedule(text: str, name: str, ranks: int) -> Schedule:
 _FIXED = ("forward_seconds", "input_grad_seconds", "weight_grad_seconds", "saved_bytes", "static_bytes")
 
 
-def _stored_link(link: Link) -> list[float | None]:
+def _finite(value: float) -> float | None:
     """JSON has no infinity."""
-    return [link.latency_seconds, link.bandwidth if math.isfinite(link.bandwidth) else None]
+    return value if math.isfinite(value) else None
 
 
 def _stored_stage(stage: Stage) -> dict[str, Any]:
     before, after = ({key: getattr(part, key) for key in _FIXED} for part in (stage.before, stage.after))
-    blocks = [_stored_block(block) for block in stage.blocks]
+    blocks = [{key: value for key, value in asdict(block).items() if value is not None} for block in stage.blocks]
     return {"blocks": blocks, "before": before, "after": after, "message_bytes": stage.message_bytes}
-
-
-def _stored_block(block: Block) -> dict[str, float]:
-    return {name: value for name, value in asdict(block).items() if value is not None}
 
 
 def _stage(stored: dict[str, Any]) -> Stage:
@@ -148,10 +139,9 @@ def _check(plan: PlanFigures) -> None:
     problem, planned, choices = plan.problem, plan.schedule, plan.choices
     if planned.placement != problem.schedule.placement or planned.micro_batches != problem.schedule.micro_batches:
         _refuse("the planned schedule has other stages, ranks or micro-batches")
-    for rank, orders in enumerate(zip(problem.schedule.ranks, planned.ranks)):
-        before, after = (_whole(order) for order in orders)
-        given, split = ({action.visit for action in order if action.kind is Kind.INPUT_GRAD} for order in orders)
-        if before != after or not split <= given:
+    for rank, (before, after) in enumerate(zip(problem.schedule.ranks, planned.ranks)):
+        given, split = ({each.visit for each in order if each.kind is Kind.INPUT_GRAD} for order in (before, after))
+        if _whole(before) != _whole(after) or not split <= given:
             _refuse(f"rank {rank} has another order of forwards and backwards than the schedule that was given")
     replayed = recomputed_early(planned)
     away: set[tuple[int, ...]] = set()
@@ -159,17 +149,14 @@ def _check(plan: PlanFigures) -> None:
     if len(choices) != stages * micro_batches:
         _refuse(f"choices of {len(choices)} visits, of {stages} stages x {micro_batches} micro-batches")
     for stage, own_stage in enumerate(problem.stages):
-        for i in range(planned.micro_batches):
+        for i in range(micro_batches):
             choice = choices[stage, i]
             if not (isinstance(choice, Choice) and choice.is_of(len(own_stage.blocks))):
                 _refuse(f"choices of stage {stage}, micro-batch {i}")
             away |= {(stage, i, block) for block in choice.away}
-            early = choice.restored_by(Kind.RECOMPUTE)
+            early, article = choice.restored_by(Kind.RECOMPUTE), "an" if (stage, i) in replayed else "no"
             if bool(early) != ((stage, i) in replayed):
-                _refuse(
-                    f"stage {stage}, micro-batch {i}: {len(early)} early blocks, "
-                    f"{'an' if (stage, i) in replayed else 'no'} R"
-                )
+                _refuse(f"stage {stage}, micro-batch {i}: {len(early)} early blocks, {article} R")
     check_schedule(planned)
     _check_moves(plan, away)
     if not math.isfinite(plan.step_seconds):

@@ -48,16 +48,9 @@ _LONGEST_TITLE = 60
 def draw_plan(flow: Dataflow, schedule: Schedule, *, budget_bytes: int | None = None, title: str) -> str:
     """Bytes alive while ``schedule`` runs, before those of the eager step, on one time scale, as a document for a file.
 
-    The picture stays small however long a schedule is: of steps that are shorter than a pixel, the highest is drawn.
-
-    Args:
-        flow: one training step.
-        schedule: what to draw.
-        budget_bytes: where to draw a line across; by default nowhere.
-        title: what the picture is of, below what it shows; clipped if long.
-
-    Raises:
-        ArgumentError: the schedule is none of this dataflow.
+    The picture stays small however long a schedule is: of steps that are shorter than a pixel, the highest is drawn. At
+    ``budget_bytes``, if given, a line goes across. ``title``: what the picture is of, below what it shows; clipped if
+    long. An ArgumentError, if the schedule is none of this dataflow.
     """
     plan = _Plan(flow, schedule, budget_bytes)
     canvas = Canvas(_WIDTH)
@@ -98,11 +91,7 @@ class Span(NamedTuple):
 
 
 def runs(flow: Dataflow, schedule: Schedule) -> list[Run]:
-    """The steps of ``schedule``. Where no operation takes time, each run takes one second.
-
-    Raises:
-        ArgumentError: as :func:`~torchckpt.planning.remat.flow.memory.simulate`.
-    """
+    """The steps of ``schedule``. Where no operation takes time, each run takes one second."""
     memory, firsts, timed = simulate(flow, schedule), first_runs(schedule), flow.seconds > 0
     seconds = [operation.seconds if timed else 1.0 for operation in operations_of(flow, schedule)]
     starts = accumulate(seconds, initial=0.0)

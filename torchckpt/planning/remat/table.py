@@ -12,10 +12,10 @@ from dataclasses import astuple, dataclass, replace
 from html import escape
 from itertools import groupby
 
-from torchckpt.errors import called
+from torchckpt.errors import Fault, called, raise_fault
 from torchckpt.planning.draw.canvas import clipped
 from torchckpt.planning.draw.units import aligned, number, percent, prefix, units_of_bytes
-from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, check_paths, repeats
+from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, repeats
 from torchckpt.planning.remat.flow.memory import simulate
 
 __all__ = ["Row", "page", "plan_rows", "table"]
@@ -48,15 +48,12 @@ class Row:
 
 @called("plan_rows()")
 def plan_rows(flow: Dataflow, schedule: Schedule, paths: Sequence[str]) -> list[Row]:
-    """A row per module that saves, drops or recomputes something, in the order of the forward.
-
-    Args:
-        paths: of each operation, the module that it belongs to.
-
-    Raises:
-        ArgumentError: the schedule is none of this dataflow, or there is not one path for each operation.
-    """
-    check_paths(flow, paths)
+    """A row per module that saves, drops or recomputes something, in the order of the forward. ``paths``: of each
+    operation, the module that it belongs to. An ArgumentError, if the schedule is none of this dataflow, or if there is
+    not one path for each operation."""
+    if len(paths) != len(flow.operations):
+        rule = f"there is not one path for each of {len(flow.operations)} operations"
+        raise_fault(Fault(rule, f"{len(paths)} paths", "[op.name for op in flow.operations]"))
     saved, eager = simulate(flow, schedule).saved, simulate(flow, flow.eager).saved
     rows = [Row(paths[flow.writer[storage]], kept_bytes=flow.sizes_bytes[storage]) for storage in saved]
     dropped = set(eager) - set(saved)
@@ -72,10 +69,8 @@ def table(rows: Iterable[Row], amounts: Mapping[str, int], recompute_share: floa
 
     Siblings with the same numbers are one row. Where that leaves too many rows, siblings are one row whatever their
     numbers; where that does, too, modules are told with the one that holds them; at last, only the largest are.
-
-    Args:
-        amounts: bytes by name; the others are told as shares of the ``eager peak``.
-        recompute_share: the seconds of repeats, as a share of the eager step's.
+    ``amounts``: bytes by name; the others are told as shares of the ``eager peak``. ``recompute_share``: the seconds of
+    repeats, as a share of the eager step's.
     """
     shown = _shortened(list(rows))
     total = _sum("total", shown)

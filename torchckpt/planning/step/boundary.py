@@ -16,7 +16,7 @@ from torchckpt.planning.order.schedule import BACKWARDS, Action, Kind, Visit
 from torchckpt.planning.step.memory import Level
 from torchckpt.planning.work.block import Stage
 from torchckpt.planning.work.choice import Choice
-from torchckpt.planning.work.move import Boundary, Move
+from torchckpt.planning.work.host import Boundary, Move
 
 __all__ = ["Place", "Places", "levels_of_places", "misplaced_moves", "places_of"]
 

@@ -2,8 +2,8 @@
 
 There are two engines, one for each direction; of a half-duplex link one for both. Each copies what is queued, in that
 order. A copy out is queued when the forward of its block has ended. A copy back is queued at the boundary of its issue,
-and starts when the copy out has ended. What the compute waits for stands in :mod:`~torchckpt.planning.work.move`.
-The search simulates the same in :mod:`~torchckpt.planning.plan.away.rank`.
+and starts when the copy out has ended. What the compute waits for: :class:`~torchckpt.planning.work.host.Move`. The
+search simulates the same in :mod:`~torchckpt.planning.plan.away.rank`.
 """
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from statistics import median
 from typing import TypeAlias
 
 from torchckpt.errors import Fault, called, check
-from torchckpt.planning.draw.units import Units, units_of_bytes, units_of_clock
+from torchckpt.planning.draw.units import units_of_bytes, units_of_clock
 from torchckpt.planning.figures import Event, Message
 from torchckpt.planning.order.program import Run
 from torchckpt.planning.order.schedule import BACKWARDS, Action, Kind, Schedule, Visit
@@ -42,17 +42,12 @@ class Span:
 Spans: TypeAlias = Sequence[Sequence[Span]]
 """For each rank the spans of one step, in the order of the schedule."""
 
-_Travels: TypeAlias = "defaultdict[tuple[int, bool], list[float]]"
-"""The most seconds that each message can have taken, by pair of stages, and by whether a rank was waiting for it."""
-
 
 def replays_apart(spans: Iterable[Span], inside: Mapping[Visit, float]) -> list[Span]:
     """``spans`` with an ``R``, as long as all that was replayed inside a backward, where that backward began.
 
     A backward that recomputes region by region goes to and fro between the two; here its replays stand together.
-
-    Args:
-        inside: for each (stage, micro-batch) that was replayed so, the seconds of that.
+    ``inside``: for each (stage, micro-batch) that was replayed so, the seconds of that.
     """
     apart = []
     for span in spans:
@@ -91,12 +86,9 @@ def measured_timeline(step: Step, spans: Spans, in_bytes: bool = False) -> Timel
         for arrived in [_arrived(sender, receiver, travels[_boundary(sender, receiver)])]
     )
     memory = step.curves(_played(step, spans, zero))
-    return Timeline(step.schedule, events, messages, memory, units=_units(memory, in_bytes))
-
-
-def _units(memory: Sequence[Sequence[tuple[float, float]]], in_bytes: bool) -> Units:
     most = max((amount for curve in memory for _, amount in curve), default=0.0)
-    return units_of_bytes(most) if in_bytes else units_of_clock(most)
+    units = units_of_bytes(most) if in_bytes else units_of_clock(most)
+    return Timeline(step.schedule, events, messages, memory, units=units)
 
 
 def _played(step: Step, spans: Spans, zero: float) -> Run:
@@ -157,19 +149,17 @@ def _seconds_of(stage: int, seconds: Mapping[tuple[int, Kind], list[float]]) -> 
 
 def measured_links(step: Step, measured: Iterable[Spans]) -> tuple[Link, ...]:
     """For each pair of neighbouring stages, the fastest quarter of the messages for which a rank was waiting when they
-    were sent; without such, as the slowest other link, unless a message was there sooner."""
-    travels: _Travels = defaultdict(list)
+    were sent; without such, as the slowest other link, unless a message was there sooner. Of a message is known the
+    most that it can have taken."""
+    travels: defaultdict[tuple[int, bool], list[float]] = defaultdict(list)
     for spans in measured:
         for sender, receiver in _messages(step, spans):
             seen = max(0.0, receiver.start_seconds - sender.end_seconds)
             travels[_boundary(sender, receiver), _was_waited_for(sender, receiver)].append(seen)
-    return tuple(Link(_latency(travels, boundary)) for boundary in range(step.schedule.stages - 1))
-
-
-def _latency(travels: _Travels, boundary: int) -> float:
     known = {pair: sorted(seen)[len(seen) // 4] for (pair, was_waited_for), seen in travels.items() if was_waited_for}
-    others = travels.get((boundary, False), [])
-    return known.get(boundary, min([max(known.values(), default=inf), *others]) if others else 0.0)
+    slowest = max(known.values(), default=inf)
+    others = {pair: min(slowest, *seen) for (pair, was_waited_for), seen in travels.items() if not was_waited_for}
+    return tuple(Link(known.get(pair, others.get(pair, 0.0))) for pair in range(step.schedule.stages - 1))
 
 
 def _messages(step: Step, spans: Spans) -> Iterator[tuple[Span, Span]]:
@@ -242,11 +232,8 @@ def measured_stage(counted: Stage, seconds: Block) -> Stage:
     """``counted`` with the ``seconds`` of the stage, which its blocks share as their replays do.
 
     The forward of a block takes as long as its replay. The rest of the stage's forward becomes one fixed part.
-
-    Args:
-        counted: the bytes of the stage, and the seconds of the replay of each block. Where replays of blocks were not
-            timed, they take equally long.
-        seconds: those of the stage. Its backward must not include recomputation.
+    ``counted``: the bytes of the stage, and the seconds of the replay of each block. Where replays of blocks were not
+    timed, they take equally long. ``seconds``: those of the stage. Its backward must not include recomputation.
     """
     blocks, before, after = counted.blocks, counted.before, counted.after
     if not blocks:

@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple, TypeAlias
 
-from typing_extensions import assert_never
-
 from torchckpt.planning.order.schedule import Kind
 from torchckpt.planning.work.block import Stage
-from torchckpt.planning.work.choice import Choice, State
+from torchckpt.planning.work.choice import Choice
 
 __all__ = ["Change", "Curve", "Level", "Piece", "changes_of", "curve", "levels_of", "use_bytes"]
 
@@ -57,8 +55,9 @@ class Level(NamedTuple):
 
 
 def changes_of(stage: Stage, choice: Choice) -> dict[Kind, Change]:
-    """The change by an action of each kind, on a visit of ``stage`` with this choice."""
-    early, late = (_dropped_bytes(stage, choice, state) for state in (State.EARLY, State.LATE))
+    """The change by an action of each kind, on a visit of ``stage`` with this choice. What is away leaves later."""
+    dropped = choice.early, choice.late
+    early, late = (sum([stage.blocks[block].freed_bytes for block in blocks]) for blocks in dropped)
     held = stage.saved_bytes - early - late
     highest = use_bytes(stage, choice.late)
     return {
@@ -68,15 +67,6 @@ def changes_of(stage: Stage, choice: Choice) -> dict[Kind, Change]:
         Kind.WEIGHT_GRAD: Change(0.0, stage.saved_bytes),
         Kind.RECOMPUTE: Change(early, 0.0),
     }
-
-
-def _dropped_bytes(stage: Stage, choice: Choice, state: State) -> float:
-    """The bytes that blocks in this state free when their forward has ended, and take again when they are restored."""
-    if state is State.KEPT or state is State.AWAY:  # what is away leaves later
-        return 0.0
-    if state is State.EARLY or state is State.LATE:
-        return sum([stage.blocks[block].freed_bytes for block in choice.blocks(state)])
-    assert_never(state)
 
 
 def use_bytes(stage: Stage, late: Collection[int]) -> float:

@@ -15,7 +15,6 @@ from torchckpt.planning.work.choice import Choice, Choices, State, visit_faults
 __all__ = ["recomputed_early", "with_recompute", "without"]
 
 
-
 @called("with_recompute()")
 def with_recompute(schedule: Schedule, choices: Choices, k: int = 1) -> Schedule:
     """``schedule`` with an ``R`` for each visit that has early blocks. Forwards and backwards keep their order.

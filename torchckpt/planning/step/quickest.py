@@ -55,11 +55,8 @@ def quickest(
 
 def quickest_of(step: Step, k: int) -> Schedule:
     """The schedule of ``step`` with its recomputes at the best positions that were tried. The step is never longer.
-
-    Args:
-        step: each ``R`` of its schedule runs ``k - 1`` backwards ahead of its own, right before a backward.
-        k: a rank recomputes only what one of its next ``k`` backwards needs.
-    """
+    ``step``: each ``R`` of its schedule runs ``k - 1`` backwards ahead of its own, right before a backward. ``k``: a
+    rank recomputes only what one of its next ``k`` backwards needs."""
     program = _whole_backwards(step)
     trial = _Trial(step.schedule, program, k)
     for patience in _PATIENCES:
@@ -125,23 +122,13 @@ class _Trial:
 def _moved(order: Sequence[Action], recompute: Action, k: int) -> Iterator[tuple[Action, ...]]:
     """``order`` with ``recompute`` one position later, then one position earlier; only orders that are allowed."""
     position = order.index(recompute)
-    later = order[position + 1]
+    earlier, later = order[position - 1], order[position + 1]
     if later.visit != recompute.visit:
         yield (*order[:position], later, recompute, *order[position + 2 :])
-    if _may_be_earlier(order, position, k):
-        yield (*order[: position - 1], recompute, order[position - 1], *order[position + 1 :])
-
-
-def _may_be_earlier(order: Sequence[Action], position: int, k: int) -> bool:
-    """Whether the recompute at ``position`` may run before the action in front of it."""
-    earlier, recompute = order[position - 1], order[position]
-    if earlier.visit == recompute.visit:
-        return False
-    backwards = (action.visit for action in order[position:] if action.kind in BACKWARDS)
-    between = next(count for count, visit in enumerate(backwards) if visit == recompute.visit)
-    return earlier.kind not in BACKWARDS or between + 1 < k
-
-
+    backwards = [action.visit for action in order[position:] if action.kind in BACKWARDS]
+    is_near = earlier.kind not in BACKWARDS or backwards.index(recompute.visit) + 1 < k
+    if earlier.visit != recompute.visit and is_near:
+        yield (*order[: position - 1], recompute, earlier, *order[position + 1 :])
 
 
 def greedy_orders(

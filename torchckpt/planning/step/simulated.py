@@ -8,12 +8,10 @@ sender has ended and the wire is free. What an action waits for stands in
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, repeat
-
-from typing_extensions import assert_never
 
 from torchckpt.errors import Fault, brief, called, check
 from torchckpt.planning.figures import Event, Message
@@ -27,8 +25,7 @@ from torchckpt.planning.step.placement import recomputed_early, with_recompute
 from torchckpt.planning.step.timeline import Timeline, critical_path, message_of
 from torchckpt.planning.work.block import Block, Link, Links, Stage, Stages, per_boundary, per_stage
 from torchckpt.planning.work.choice import Choice, Choices, State, visit_faults
-from torchckpt.planning.work.host import Host
-from torchckpt.planning.work.move import Move
+from torchckpt.planning.work.host import Host, Move
 
 __all__ = ["Step", "simulate", "step_of"]
 
@@ -73,14 +70,15 @@ class Step:
         def seconds_of(action: Action) -> float:
             stage, kind, i = action
             if kind is Kind.RECOMPUTE:
-                return self._restoring_seconds((stage, i), State.EARLY)
+                return self._recompute_seconds((stage, i), self.choice((stage, i)).early)
             return seconds[stage, kind]
 
         return compile_program(self.schedule, seconds_of, self.travel_seconds, self._late_seconds)
 
     @cached_property
     def _late_seconds(self) -> dict[Visit, float]:
-        return {visit: self._restoring_seconds(visit, State.LATE) for visit in self.choices if self.choice(visit).late}
+        late = ((visit, self.choice(visit).late) for visit in self.choices)
+        return {visit: self._recompute_seconds(visit, blocks) for visit, blocks in late if blocks}
 
     @cached_property
     def run(self) -> Run:
@@ -90,14 +88,11 @@ class Step:
     @cached_property
     def _engines(self) -> list[Engines | None]:
         """Those of each rank that has moves, for :attr:`run`."""
-        return list(map(self._engines_of, range(len(self.schedule.ranks))))
-
-    def _engines_of(self, rank: int) -> Engines | None:
-        if self.host is None or not self.places[rank]:
-            return None
-        order, late = self.schedule.ranks[rank], self._late_seconds
-        seconds = [late.get(action.visit) if action.kind in BACKWARDS else None for action in order]
-        return Engines(rank, self.places[rank], seconds, self.stages, self.host)
+        engines: list[Engines | None] = []
+        for rank, (order, places) in enumerate(zip(self.schedule.ranks, self.places)):
+            late = [self._late_seconds.get(each.visit) if each.kind in BACKWARDS else None for each in order]
+            engines.append(Engines(rank, places, late, self.stages, self.host) if places and self.host else None)
+        return engines
 
     @cached_property
     def places(self) -> list[Places]:
@@ -180,12 +175,8 @@ class Step:
     @property
     def recomputed(self) -> dict[Visit, float]:
         """The visits of which something is recomputed, and the seconds of that."""
-        visits = ((visit, self.choice(visit).recomputed) for visit in self.choices)
-        return {
-            visit: sum([self.stages[visit[0]].blocks[block].recompute_seconds for block in blocks])
-            for visit, blocks in visits
-            if blocks
-        }
+        redone = ((visit, self.choice(visit).recomputed) for visit in self.choices)
+        return {visit: self._recompute_seconds(visit, blocks) for visit, blocks in redone if blocks}
 
     @cached_property
     def _changes_by_key(self) -> dict[tuple[int, int], dict[Kind, Change]]:
@@ -204,14 +195,9 @@ class Step:
         """By stage, the choice in which all blocks are in one state."""
         return [{state: Choice.all(state, len(stage.blocks)) for state in State} for stage in self.stages]
 
-    def _restoring_seconds(self, visit: Visit, state: State) -> float:
-        """The seconds in which the blocks of ``visit`` that are in ``state`` are made again for their backward."""
-        if state is State.KEPT or state is State.AWAY:
-            return 0.0
-        if state is State.EARLY or state is State.LATE:
-            blocks = self.stages[visit[0]].blocks
-            return sum([blocks[block].recompute_seconds for block in self.choice(visit).blocks(state)])
-        assert_never(state)
+    def _recompute_seconds(self, visit: Visit, redone: Iterable[int]) -> float:
+        """The seconds in which these blocks of ``visit`` are made again for their backward."""
+        return sum([self.stages[visit[0]].blocks[block].recompute_seconds for block in redone])
 
     def _change(self, action: Action) -> Change:
         stage, kind, i = action

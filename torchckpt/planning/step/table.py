@@ -42,10 +42,7 @@ _DRAWN = Units(memory="micro-batch", many="micro-batches")
 
 
 def table_of(rows: Iterable[Row], units: Units, head: str = "") -> str:
-    """The table for people: names are on the left, numbers on the right of their columns.
-
-    Args:
-        head: what the names are.
+    """The table for people: names are on the left, numbers on the right of their columns. ``head``: what the names are.
     """
     cells = [(head, "step", "overhead", "bound", "hidden", "peak")]
     for row in rows:

@@ -91,8 +91,9 @@ def critical_path(schedule: Schedule, program: Program, played: Run) -> tuple[Ev
         rank, position = giver[token]
         path.append(message_of(schedule, program.actions[rank][position], played, token))
         while played.sent[token] > played.ends[rank][position]:
-            position = _before_on_wire(program, rank, position)
-            token = program.ranks[rank][position][1]
+            instructions, wire = program.ranks[rank], program.ranks[rank][position][3]  # the one before it on its wire
+            position = next(before for before in range(position - 1, -1, -1) if instructions[before][3] == wire)
+            token = instructions[position][1]
             path.append(message_of(schedule, program.actions[rank][position], played, token))
     return tuple(reversed(path))
 
@@ -111,10 +112,3 @@ def message_of(schedule: Schedule, action: Action, played: Run, token: int) -> M
     """The message that brought ``token``, which ``action`` sent."""
     to_stage = token // schedule.micro_batches % schedule.stages
     return Message(action, to_stage, played.sent[token], played.arrived[token])
-
-
-def _before_on_wire(program: Program, rank: int, position: int) -> int:
-    """The position of the previous action of this rank that sent on the same wire."""
-    instructions = program.ranks[rank]
-    wire = instructions[position][3]
-    return next(before for before in range(position - 1, NOTHING, -1) if instructions[before][3] == wire)

@@ -1,7 +1,7 @@
 """What a step does: its work, and what becomes of it.
 
     choice            the states of a block, and the policies
-    host, move        host memory and the link to it; when a block leaves, and when it comes back
+    host              host memory and the link to it; when a block leaves, and when it comes back
     block             seconds and bytes of blocks, stages and links; as users give them, checked
     collective        one communication between ranks
     partition         layers cut into stages

@@ -9,14 +9,16 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 from torchckpt.errors import Fault, brief, called, raise_fault
 
 __all__ = [
-    "NOTHING", "Block", "Link", "Links", "Stage", "Stages", "fixed", "per_boundary", "per_stage", "plannable_faults",
-    "restaged",
+    "NOTHING", "Block", "Link", "Links", "Stage", "Stages", "fixed", "is_amount", "is_number", "per_boundary",
+    "per_stage", "plannable_faults", "restaged",
 ]
+
+
 @dataclass(frozen=True)
 class Block:
     """A region that can be recomputed from its input, such as a layer of a transformer. Times in seconds (or any one
@@ -192,9 +194,9 @@ def per_boundary(link: Links, stages: int) -> tuple[list[Link], list[Fault]]:
     listed, faults = _spread("link", (Link,), link, stages - 1, rule, f"Link(), or a list of {stages - 1}")
     for place, each in enumerate(listed):
         where = "link" if isinstance(link, Link) else f"link[{place}]"
-        if not _is_amount(each.latency_seconds):
+        if not is_amount(each.latency_seconds):
             faults.append(_no_amount(where, "latency_seconds", each.latency_seconds))
-        if not (_is_number(each.bandwidth) and each.bandwidth > 0):
+        if not (is_number(each.bandwidth) and each.bandwidth > 0):
             rule = "a bandwidth is not a number of bytes per second, above 0"
             faults.append(Fault(rule, f"{where}.bandwidth={each.bandwidth!r}", "bandwidth=float('inf')"))
         if isinstance(link, Link):
@@ -242,13 +244,13 @@ def _stage_faults(where: str, stage: Stage) -> Iterator[Fault]:
             yield Fault(rule, f"{where}.{name}={brief(part)}", works)
     for name in ("message_bytes", "collective_seconds"):
         value = getattr(stage, name)
-        if value is not None and not _is_amount(value):
+        if value is not None and not is_amount(value):
             yield _no_amount(where, name, value)
 
 
 def _numbers(where: str, block: Block) -> Iterator[Fault]:
     names = [field.name for field in fields(Block) if field.name != "moved_bytes" or block.moved_bytes is not None]
-    wrong = [name for name in names if not _is_amount(getattr(block, name))]
+    wrong = [name for name in names if not is_amount(getattr(block, name))]
     for name in wrong:
         yield _no_amount(where, name, getattr(block, name))
     if not wrong and block.boundary_bytes > block.saved_bytes:
@@ -282,9 +284,9 @@ def _no_amount(where: str, name: str, value: object) -> Fault:
     return Fault("seconds or bytes are not a finite number >= 0", f"{where}.{name}={value!r}", f"{name}=1.0")
 
 
-def _is_amount(value: object) -> bool:
-    return _is_number(value) and 0 <= value < math.inf  # type: ignore[operator]  # narrowed by _is_number
+def is_amount(value: object) -> bool:
+    return is_number(value) and 0 <= value < math.inf
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -13,8 +13,6 @@ from functools import cached_property
 from itertools import chain
 from typing import TypeAlias
 
-from typing_extensions import assert_never
-
 from torchckpt.errors import Fault, called, check
 from torchckpt.planning.order.schedule import BACKWARDS, Action, Kind, Schedule, Visit
 from torchckpt.planning.work.block import Stage
@@ -29,8 +27,7 @@ class State(Enum):
     """What becomes of one block of one visit. Each state is a field of :class:`Choice`.
 
     What tables, stored plans and runs have to know of a state is a property of it. The bytes of a state are counted in
-    ``step/memory.py``, its seconds in ``step/simulated.py``, and ``plan/search`` chooses it. Where states differ, the
-    type checker finds the branch that a new one lacks.
+    ``step/memory.py``, its seconds in ``step/simulated.py``, and ``plan/search`` chooses it.
     """
 
     KEPT = "kept"
@@ -44,28 +41,19 @@ class State(Enum):
 
         ``Kind.BACKWARD`` stands for both forms of a backward, whole and for inputs alone.
         """
-        if self is State.KEPT or self is State.AWAY:
-            return None
-        if self is State.EARLY:
-            return Kind.RECOMPUTE
-        if self is State.LATE:
-            return Kind.BACKWARD
-        assert_never(self)
+        return _RESTORED_BY[self]
 
     @property
     def words(self) -> str:
         """What the state is, for the legend of a table."""
-        if self is State.KEPT:
-            return "kept"
-        if self is State.EARLY:
-            return "recomputed before the gradient arrives"
-        if self is State.LATE:
-            return "inside the backward"
-        if self is State.AWAY:
-            return "away on the host"
-        assert_never(self)
+        return _WORDS[self]
 
 
+_RESTORED_BY = {State.KEPT: None, State.EARLY: Kind.RECOMPUTE, State.LATE: Kind.BACKWARD, State.AWAY: None}
+_WORDS = {
+    State.KEPT: "kept", State.EARLY: "recomputed before the gradient arrives", State.LATE: "inside the backward",
+    State.AWAY: "away on the host",
+}  # fmt: skip
 _ON_DEVICE = (State.KEPT, State.EARLY, State.LATE)
 _RECOMPUTED = [state for state in State if state.restored_by is not None]
 _STATES = {kind: [state for state in State if state.restored_by is kind] for kind in (None, *Kind)}

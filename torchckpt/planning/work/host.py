@@ -1,14 +1,15 @@
-"""Host: the memory beside a device to which blocks are sent away, and the link to it."""
+"""Host: the memory beside a device to which blocks are sent away, the link to it, and when a block goes and comes."""
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from torchckpt.errors import Fault, brief, called, check, raise_fault
 from torchckpt.planning.budget import Bytes, read, trouble
+from torchckpt.planning.work.block import is_amount, is_number
 
-__all__ = ["Host"]
+__all__ = ["Boundary", "Host", "Move"]
 
 _WORKS = 'Host("200GiB", out="25GB", back="25GB")'
 _BYTES = 'the bytes of a host are not a number of at least 1, or a size such as "200GiB"'
@@ -55,7 +56,7 @@ class Host:
         if not isinstance(self.half_duplex, bool):
             rule = "half_duplex is not True or False"
             wrong.append(Fault(rule, f"half_duplex={brief(self.half_duplex)}", "half_duplex=True"))
-        if isinstance(self.drag, bool) or not (isinstance(self.drag, (int, float)) and 0 <= self.drag < math.inf):
+        if not is_amount(self.drag):
             rule = "the drag of a host is not a number of seconds >= 0 for each second of copying"
             wrong.append(Fault(rule, f"drag={brief(self.drag)}", "drag=0.02"))
         with called("Host()"):
@@ -72,11 +73,7 @@ class Host:
         return self.out_rate if self.back is None else _rate(self.back) or 0.0
 
     def bytes_of(self, ranks: int) -> tuple[float, ...]:
-        """The host memory of each rank.
-
-        Raises:
-            ArgumentError: a list has another length.
-        """
+        """The host memory of each rank. An ArgumentError, if a list has another length."""
         each = self.bytes if isinstance(self.bytes, tuple) else (self.bytes,) * ranks
         if len(each) != ranks:
             rule = f"the bytes of a host are neither one for every rank nor a list of {ranks}"
@@ -91,6 +88,38 @@ def _size(written: object) -> float | None:
 
 def _rate(written: object) -> float | None:
     """Bytes a second; a number may be below 1, as a plan on paper may count in activations of a block."""
-    if isinstance(written, (int, float)) and not isinstance(written, bool):
+    if is_number(written):
         return float(written) if 0 < written <= _MOST else None
     return _size(written)
+
+
+class Boundary(NamedTuple):
+    """A place between two pieces of the compute of a rank.
+
+    In a forward of n blocks, 0 is the start of the action, j is before block j, and n is after the last block. In a
+    backward n is the start, then j is before the replay and the backward of block j, from n - 1 down to 0. A recompute
+    and weight gradients have one boundary, 0, their start.
+    """
+
+    action: int
+    """The index of an action in the row of the rank, recomputes and weight gradients included."""
+    block: int
+
+
+class Move(NamedTuple):
+    """When one block of one visit leaves its device, and when it comes back; by position, not by time.
+
+    Copies run beside the compute, in the order in which they are queued; the copy out, when the forward of the block
+    has ended. So a plan says two boundaries of each block that is away and nothing else. At a boundary, in this order:
+    copies that are issued there are queued; the compute waits for the releases there, then (at the start of an action)
+    for the message, then (in a backward) for the copy back of the block that runs next.
+    """
+
+    stage: int
+    micro_batch: int
+    block: int
+    release: Boundary
+    """After the forward of the block: the compute waits for the end of its copy to the host; then bytes are free."""
+    issue: Boundary
+    """At or after the release, and at or before the backward of the block: memory is taken for it, and its copy back is
+    queued."""

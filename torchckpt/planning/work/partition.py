@@ -61,15 +61,12 @@ def count_faults(partitions: object, layers: int) -> list[Fault]:
 
 
 def _cost_faults(costs: Sequence[object]) -> list[Fault]:
-    bad = [(layer, cost) for layer, cost in enumerate(costs) if not _is_cost(cost)]
+    costs_of = enumerate(costs)
+    bad = [(layer, cost) for layer, cost in costs_of if not (isinstance(cost, (int, float)) and 0 <= cost < inf)]
     if not bad:
         return []
     received = ", ".join(f"{cost!r} of layer {layer}" for layer, cost in bad)
     return [Fault("a cost is not a finite number, 0 or more", received, "costs=[0.5, 2, 0]")]
-
-
-def _is_cost(cost: object) -> bool:
-    return isinstance(cost, (int, float)) and 0 <= cost < inf
 
 
 def _integers(costs: Sequence[float]) -> list[int]:
@@ -83,11 +80,8 @@ def _one_stage_more(
     keys: dict[int, _Key], sums: Sequence[int], first: int, last: int, least: int
 ) -> tuple[dict[int, _Key], dict[int, int]]:
     """For each end from ``first`` to ``last``: the best key, and the start of the last stage, which is >= ``least``.
-
-    Args:
-        keys: for each end, the best key with one stage less.
-        sums: for each layer, the sum of the costs of all layers before it.
-    """
+    ``keys``: for each end, the best key with one stage less. ``sums``: for each layer, the sum of the costs of all
+    layers before it."""
     found: dict[int, _Key] = {}
     starts: dict[int, int] = {}
     todo = [(first, last, least, last - 1)]

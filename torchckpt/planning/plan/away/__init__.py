@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TypeAlias
 
 from torchckpt.planning.order.schedule import Action, Schedule, Visit
 from torchckpt.planning.plan.away.bound import bound_seconds
@@ -23,21 +23,15 @@ from torchckpt.planning.plan.away.simulator import Simulator
 from torchckpt.planning.plan.problem import Problem
 from torchckpt.planning.plan.search.lane import KINDS, Lane
 from torchckpt.planning.work.choice import Choice
-from torchckpt.planning.work.move import Boundary, Move
+from torchckpt.planning.work.host import Boundary, Move
 
-__all__ = ["Away", "bound_seconds", "offload_only", "planned_away"]
+__all__ = ["bound_seconds", "offload_only", "planned_away"]
 
-
-class Away(NamedTuple):
-    """A plan with a host."""
-
-    schedule: Schedule
-    choices: dict[Visit, Choice]
-    moves: tuple[Move, ...]
+_Away: TypeAlias = tuple[Schedule, dict[Visit, Choice], tuple[Move, ...]]
 
 
-def planned_away(problem: Problem) -> Away | None:
-    """The shortest plan with a host that is found; None if none fits."""
+def planned_away(problem: Problem) -> _Away | None:
+    """The order, the choices and the moves of the shortest plan with a host that is found; None if none fits."""
     search = _search(problem, drops=True)
     starts, alone = search.starts(), _offloading(problem)
     starts = sorted([*starts, *([alone] if alone else [])], key=lambda candidate: candidate.step.key)
@@ -60,7 +54,7 @@ def _search(problem: Problem, drops: bool) -> Search:
     return Search(Simulator(problem, problem.host), problem.host_bytes, bound_seconds(problem), drops)
 
 
-def _away(problem: Problem, ranks: list[Rank]) -> Away:
+def _away(problem: Problem, ranks: list[Rank]) -> _Away:
     rows: list[tuple[Action, ...]] = []
     choices: dict[Visit, Choice] = {}
     moves: list[Move] = []
@@ -69,7 +63,7 @@ def _away(problem: Problem, ranks: list[Rank]) -> Away:
         rows.append(tuple(Action(stage, kind, micro_batch) for kind, stage, micro_batch in visits))
         choices |= {lane.visits[visit]: _choice(rank, visit) for visit in range(len(lane.visits))}
         moves += _moves(lane, rank)
-    return Away(replace(problem.schedule, ranks=tuple(rows)), choices, tuple(moves))
+    return replace(problem.schedule, ranks=tuple(rows)), choices, tuple(moves)
 
 
 def _choice(rank: Rank, visit: int) -> Choice:

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from torchckpt.planning.order.program import run
 from torchckpt.planning.plan.problem import Problem
-from torchckpt.planning.plan.search.lane import FORWARD, INPUT_GRAD, Lane
+from torchckpt.planning.plan.search.lane import FORWARD, Lane
 from torchckpt.planning.plan.search.window import Capacity, Window
 from torchckpt.planning.work.block import Stage
 
@@ -140,10 +140,7 @@ class _Rank:
     """The earliest times of one rank, action by action."""
 
     def __init__(self, lane: Lane, rates: tuple[float, float]) -> None:
-        """
-        Args:
-            rates: the bytes a second that go out, and come back.
-        """
+        """``rates``: the bytes a second that go out, and come back."""
         self.lane, (self.out, self.back) = lane, rates
         self.capacity = Capacity(lane)
         self.capacity.has_groups = False
@@ -153,37 +150,26 @@ class _Rank:
         """Those that are not yet counted, by their last use."""
         self.alive: set[int] = set()
         self.place = 0
-        self.end_seconds = 0.0
 
     def advance(self, start_seconds: float) -> float:
         """Add one action, which cannot start before ``start_seconds``. Returns its earliest end."""
         lane, place = self.lane, self.place
         self.windows.append(_Losses(self.capacity, place, start_seconds))
         visit, kind = lane.visit_at[place], lane.kinds[place]
-        holdings = lane.holdings[visit]
         if kind == FORWARD:
             self.alive.add(visit)
         elif self.gain and place and lane.kinds[place - 1] == FORWARD:
             self._turn(place, visit)
-        seconds, waits = holdings.backward_seconds, 0.0
-        if kind == INPUT_GRAD:
-            seconds, waits = holdings.input_grad_seconds, holdings.weight_grad_seconds
-        for window in self.windows:
-            window.plain_seconds += holdings.forward_seconds if kind == FORWARD else seconds
-            window.wait_seconds += waits
-            window.pass_place(place)
+        waits = self.capacity.passed(place, self.windows)
         self._count_turns()
         self.alive -= {visit} if kind != FORWARD else set()
-        deferrable = 0.0
-        if any(window.wait_seconds for window in self.windows):
-            deferrable = self.capacity.deferrable_seconds(place, visit)
-        ends = [self._end(window, max(0.0, window.wait_seconds - deferrable)) for window in self.windows]
-        self.end_seconds = max(ends)
+        ends = list(map(self._end, self.windows, waits))
+        latest = max(ends)
         while len(self.windows) > _MOST_WINDOWS:
             lowest = min(range(len(ends)), key=ends.__getitem__)
             del ends[lowest], self.windows[lowest]
         self.place += 1
-        return self.end_seconds
+        return latest
 
     def last_seconds(self) -> float:
         """The earliest end of the rank's work, weight gradients included."""

@@ -30,12 +30,9 @@ class Times(NamedTuple):
 def leaving(
     lane: Lane, works: Sequence[Work], away: Sequence[int], starts: Sequence[float], pace: int, limit: float = _LONG
 ) -> tuple[list[int], list[float]]:
-    """How many blocks of each visit can go, and the bytes on their way out at the end of each forward.
-
-    Args:
-        pace: how much longer a copy takes: 2 if one engine copies both ways.
-        limit: the seconds that a copy may wait for its engine.
-    """
+    """How many blocks of each visit can go, and the bytes on their way out at the end of each forward. ``pace``: how
+    much longer a copy takes: 2 if one engine copies both ways. ``limit``: the seconds that a copy may wait for its
+    engine."""
     chosen, flying, free = list(away), [0.0] * len(starts), 0.0
     queue: deque[tuple[float, float]] = deque()
     for place, (kind, visit) in enumerate(zip(lane.kinds, lane.visit_at)):
@@ -88,10 +85,7 @@ class Outlook:
         pace: int,
         flying: float,
     ) -> None:
-        """
-        Args:
-            flying: the share to expect of what is on its way out.
-        """
+        """``flying``: the share to expect of what is on its way out."""
         self.uses = [(visit, block) for visit in range(len(away)) for block in reversed(range(away[visit]))]
         """Each copy back, in the order of uses."""
         self.latest = returning(lane, works, away, starts, pace)[1]

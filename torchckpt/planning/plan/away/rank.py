@@ -66,10 +66,7 @@ class Rank:
     def __init__(
         self, lane: Lane, works: Sequence[Work], host: Host, gene: Gene, outlook: Outlook, limit: float = _LONG
     ) -> None:
-        """
-        Args:
-            limit: raise Unfit if the step takes longer.
-        """
+        """``limit``: raise Unfit if the step takes longer."""
         self.lane, self.works, self.host, self.gene, self.limit = lane, works, host, gene, limit
         self.away, self.dropped, self.early = gene.away, list(gene.dropped), [0] * len(gene.away)
         self.budget = lane.budget_bytes if gene.has_budget else _LONG
@@ -141,7 +138,8 @@ class Rank:
             due = self.clock = max(due, self.clock) + work.forward[block] + self.drag
             self.drag = 0.0
             if block < away:
-                self._send(visit, block)
+                gone = self.gone[visit, block] = self._copy(0, self.clock, work.out[block])
+                leaving.append((gone, work.moved[block], visit, block))
         self.order.append((FORWARD, visit, 0))
         self.left_seconds -= work.forward_until[-1]
 
@@ -176,12 +174,6 @@ class Rank:
         if split:
             self.left_seconds += work.weight_seconds
             self.pending.append(visit)
-
-    def _send(self, visit: int, block: int) -> None:
-        work = self.works[visit]
-        end = self._copy(0, self.clock, work.out[block])
-        self.gone[visit, block] = end
-        self.leaving.append((end, work.moved[block], visit, block))
 
     def _take(self, visit: int, block: int, at: int) -> None:
         """Issue the copy back of a block at boundary ``at`` of the next action."""

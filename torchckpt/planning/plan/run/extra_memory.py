@@ -79,12 +79,8 @@ class MeasuredStep:
 
 def with_gradients(levels: Mapping[Action, Level], gradient_bytes: Mapping[int, float]) -> dict[Action, Level]:
     """The levels of one rank, as if the step had made the gradients that were there before it: those of a stage in the
-    first action that makes any of them.
-
-    Args:
-        levels: in the order in which the actions ran.
-        gradient_bytes: by stage, of the gradients that were there.
-    """
+    first action that makes any of them. ``levels``: in the order in which the actions ran. ``gradient_bytes``: by
+    stage, of the gradients that were there."""
     made, left = 0.0, dict(gradient_bytes)
     shifted: dict[Action, Level] = {}
     for action, level in levels.items():
@@ -164,11 +160,8 @@ def _highest_of_pieces(
     kind: Kind, counted: Sequence[tuple[int, float]], pieces: Mapping[tuple[int, bool], ExtraMemory],
     recomputed: Collection[int],
 ) -> Iterator[float]:
-    """The most bytes from each boundary of an action to the next, above the extra memory when it begins.
-
-    Args:
-        counted: the block of each boundary, and the most activations from there on.
-    """
+    """The most bytes from each boundary of an action to the next, above the extra memory when it begins. ``counted``:
+    the block of each boundary, and the most activations from there on."""
     before = 0.0
     for block, highest in counted:
         piece, replay = pieces[block, False], pieces.get((block, True), _NOTHING)

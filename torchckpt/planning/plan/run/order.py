@@ -13,7 +13,7 @@ from dataclasses import replace
 from torchckpt.planning.order.schedule import Action, Kind, Schedule, Visit
 from torchckpt.planning.plan.result import PipelinePlan
 from torchckpt.planning.step.boundary import places_of
-from torchckpt.planning.work.move import Boundary, Move
+from torchckpt.planning.work.host import Boundary, Move
 
 __all__ = ["before_pairs", "done_whole", "summed_as_given"]
 
@@ -21,11 +21,8 @@ _SUMS = (Kind.BACKWARD, Kind.WEIGHT_GRAD)
 
 
 def summed_as_given(plan: PipelinePlan, tied: bool = False) -> PipelinePlan:
-    """``plan``, with weight gradients in the order in which its schedule adds them up.
-
-    Args:
-        tied: whether stages of a rank share parameters; their gradients then go into one sum. Default: False.
-    """
+    """``plan``, with weight gradients in the order in which its schedule adds them up. ``tied``: whether stages of a
+    rank share parameters; their gradients then go into one sum. Default: False."""
     ranks = _summed(plan.schedule.ranks, plan.problem.schedule, tied)
     if ranks == plan.schedule.ranks:
         return plan

@@ -39,11 +39,8 @@ class _Budget:
 
 
 def repaired(plan: PipelinePlan, limits: Sequence[float], beside: Mapping[Action, ExtraMemory]) -> PipelinePlan | None:
-    """``plan`` with fewer blocks kept where it exceeds ``limits``, then with more where that makes the step shorter.
-
-    Returns:
-        None if no such plan was found.
-    """
+    """``plan`` with fewer blocks kept where it exceeds ``limits``, then with more where that makes the step shorter;
+    None if no such plan was found."""
     actions = sum(map(len, plan.schedule.ranks))
     budget = _Budget(limits, beside, max(_FEWEST, _WORK // actions))
     fitting = _reduced(plan, budget)

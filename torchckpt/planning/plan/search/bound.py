@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torchckpt.planning.order.program import Program, run
-from torchckpt.planning.plan.search.lane import FORWARD, INPUT_GRAD, Lane
+from torchckpt.planning.plan.search.lane import FORWARD, Lane
 from torchckpt.planning.plan.search.window import Capacity, Window
 
 __all__ = ["busiest_seconds", "least_seconds"]
@@ -31,12 +31,8 @@ The windows with the lowest bounds are closed first."""
 
 
 def least_seconds(program: Program, lanes: Sequence[Lane]) -> float:
-    """A lower bound on the seconds of every plan.
-
-    Args:
-        program: the program of the schedule without its weight gradients.
-        lanes: one for each rank. Each budget is large enough to recompute everything.
-    """
+    """A lower bound on the seconds of every plan. ``program``: the program of the schedule without its weight
+    gradients. ``lanes``: one for each rank. Each budget is large enough to recompute everything."""
     ranks = [_Rank(lane) for lane in lanes]
     run(program, [rank.advance for rank in ranks])
     return max((rank.last_seconds() for rank in ranks), default=0.0)
@@ -68,22 +64,9 @@ class _Rank:
         lane, place = self.lane, self.place
         if start_seconds > self.end_seconds * (1 + _TINY):  # the rank has idled
             self.windows.append(Window(self.capacity, place, start_seconds))
-        visit, kind = lane.visit_at[place], lane.kinds[place]
-        holdings = lane.holdings[visit]
-        seconds, waits = holdings.forward_seconds, 0.0
-        if kind != FORWARD:
-            seconds = holdings.backward_seconds
-        if kind == INPUT_GRAD:
-            seconds, waits = holdings.input_grad_seconds, holdings.weight_grad_seconds
-        for window in self.windows:
-            window.plain_seconds += seconds
-            window.wait_seconds += waits
-            window.pass_place(place)
-        deferrable = 0.0
-        if any(window.wait_seconds for window in self.windows):
-            deferrable = self.capacity.deferrable_seconds(place, visit)
-        self.end_seconds = max(window.seconds + max(0.0, window.wait_seconds - deferrable) for window in self.windows)
-        if kind != FORWARD:
+        waits = self.capacity.passed(place, self.windows)
+        self.end_seconds = max(window.seconds + wait for window, wait in zip(self.windows, waits))
+        if lane.kinds[place] != FORWARD:
             self._prune()
         while len(self.windows) > self.most_windows:
             self.windows.remove(min(self.windows, key=lambda window: window.seconds))

@@ -17,7 +17,7 @@ from torchckpt.planning.order.program import Program
 from torchckpt.planning.plan.search.dispatch import SimulatedStep, Strategy, dispatch
 from torchckpt.planning.plan.search.lane import CHOICES, DROP_ORDERS, Holding, Lane, Reserve
 
-__all__ = ["Candidate", "search"]
+__all__ = ["Candidate", "Search"]
 
 _T = TypeVar("_T")
 
@@ -60,20 +60,11 @@ class Candidate:
         return replace(self, reserves=reserves, chosen=(*self.chosen[:rank], chosen, *self.chosen[rank + 1 :]))
 
 
-def search(program: Program, lanes: Sequence[Lane], target_seconds: float, keep_all: bool = False) -> Candidate:
-    """The shortest step that was found.
+class Search:
+    """Looks for the shortest step, and ends when it takes ``target_seconds``, a lower bound. ``program`` has no weight
+    gradients; the budget of each lane is large enough to recompute everything. If it can ``keep_all``, it begins with
+    that, and drops blocks only if that makes room for weight gradients that wait."""
 
-    Args:
-        program: the program of the schedule without its weight gradients.
-        lanes: one for each rank. Each budget is large enough to recompute everything.
-        target_seconds: a lower bound of the step; the search ends when it is reached.
-        keep_all: begin with every block kept, which fits. Some are dropped only if that makes room for weight gradients
-            that wait. Default: False.
-    """
-    return _Search(program, lanes, target_seconds, keep_all).run()
-
-
-class _Search:
     def __init__(self, program: Program, lanes: Sequence[Lane], target_seconds: float, keep_all: bool) -> None:
         self.program, self.lanes, self.keep_all = program, lanes, keep_all
         self.target_seconds = target_seconds * (1 + _ROUNDING)
@@ -92,7 +83,7 @@ class _Search:
         if self.is_split and self.keep_all:
             self._try_patience()
             self._try_scarce()
-        if self.keep_all and self._is_ample:
+        if self.keep_all and self._has_room_for_all:
             return self.best
         self._try_uniform()
         if self.is_split:
@@ -165,11 +156,10 @@ class _Search:
                 self._offer(candidate)
 
     @property
-    def _is_ample(self) -> bool:
+    def _has_room_for_all(self) -> bool:
         """Whether every block can be kept and every weight gradient can wait, so that dropping blocks gains nothing."""
-        if not self.is_split:
-            return True
-        return all(sum(holdings.full_bytes for holdings in lane.holdings) <= lane.budget_bytes for lane in self.lanes)
+        full = (sum(holdings.full_bytes for holdings in lane.holdings) for lane in self.lanes)
+        return not self.is_split or all(most <= lane.budget_bytes for most, lane in zip(full, self.lanes))
 
     def _try_scarce(self) -> None:
         """Try weight gradients that wait less: ranks that act as if they had less memory than there is."""

@@ -78,16 +78,9 @@ def dispatch(
     expected: Sequence[float] | None,
     limit_seconds: float,
 ) -> SimulatedStep:
-    """Simulate one step.
-
-    Args:
-        program: the program of the schedule without its weight gradients.
-        lanes: one for each rank.
-        chosen: the holding of each rank and visit.
-        strategy: how ranks decide when they would idle.
-        expected: when each token is expected to arrive; a patient rank waits for it. None if not known.
-        limit_seconds: the simulation stops when the step takes longer; its seconds are then infinite.
-    """
+    """Simulate one step, with the ``chosen`` holding of each rank and visit. ``program`` has no weight gradients. A
+    patient rank waits for messages up to when they are ``expected``. If the step takes longer than ``limit_seconds``,
+    the simulation stops, and its seconds are infinite."""
     ranks = [_Rank(lane, of_rank, strategy) for lane, of_rank in zip(lanes, chosen)]
     messages = run_deciding(program, ranks, expected, limit_seconds)
     done = [rank.done for rank in ranks]
@@ -201,7 +194,12 @@ class _Rank:
             self.alive_bytes -= holdings.full_bytes
             return holdings.weight_grad_seconds
         if kind == RECOMPUTE:
-            self._begin(visit, early)
+            use, more = self.lane.backward_place[visit], holding.early_bytes[early]
+            self.early[visit] = early
+            self.alive_bytes += more
+            for place in range(self.place, use):
+                self.profile[place] += more
+            self.profile[use] += holding.use_bytes[early] - holding.use_bytes[0]
             return holding.early_seconds[early]
         self.place += 1
         if kind == FORWARD:
@@ -213,13 +211,4 @@ class _Rank:
         self.alive_bytes += holdings.full_bytes
         self.waiting.append(visit)
         return holding.late_seconds[early] + holdings.input_grad_seconds
-
-    def _begin(self, visit: int, early: int) -> None:
-        holding, use = self.chosen[visit], self.lane.backward_place[visit]
-        more = holding.early_bytes[early]
-        self.early[visit] = early
-        self.alive_bytes += more
-        for place in range(self.place, use):
-            self.profile[place] += more
-        self.profile[use] += holding.use_bytes[early] - holding.use_bytes[0]
 

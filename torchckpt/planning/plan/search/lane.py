@@ -17,12 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from typing_extensions import assert_never
-
 from torchckpt.planning.order.schedule import Kind, Schedule, Visit
 from torchckpt.planning.step.memory import use_bytes
 from torchckpt.planning.work.block import Block, Stage
-from torchckpt.planning.work.choice import Choice, State
+from torchckpt.planning.work.choice import Choice
 
 __all__ = [
     "BACKWARD", "CHOICES", "DROP_ORDERS", "FORWARD", "INPUT_GRAD", "KINDS", "RECOMPUTE", "WEIGHT_GRAD", "Holding",
@@ -72,18 +70,9 @@ class Holding:
 
     def choice(self, early: int) -> Choice:
         """The choice of which so many blocks are early."""
-        return Choice(*(self._in_state(state, len(self.dropped) - early) for state in State))
-
-    def _in_state(self, state: State, late: int) -> tuple[int, ...]:
-        if state is State.KEPT:
-            return tuple(block for block in range(self.kept + len(self.dropped)) if block not in self.dropped)
-        if state is State.EARLY:
-            return self.dropped[late:]
-        if state is State.LATE:
-            return self.dropped[:late]
-        if state is State.AWAY:
-            return ()
-        assert_never(state)
+        late = len(self.dropped) - early
+        kept = tuple(block for block in range(self.kept + len(self.dropped)) if block not in self.dropped)
+        return Choice(kept, early=self.dropped[late:], late=self.dropped[:late])
 
     def reserved_bytes(self, blocks: int) -> float:
         """The peak bytes of the backward if ``blocks`` are in memory when it starts, kept or early."""

@@ -42,7 +42,7 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import TypeAlias
 
-from torchckpt.planning.plan.search.lane import FORWARD, Holdings, Lane, density
+from torchckpt.planning.plan.search.lane import FORWARD, INPUT_GRAD, Holdings, Lane, density
 from torchckpt.planning.step.memory import use_bytes
 
 __all__ = ["Capacity", "Window"]
@@ -160,12 +160,8 @@ class Capacity:
         return sorted(sums)
 
     def allowed(self, holdings: Holdings, left_bytes: float) -> list[tuple[float, float, float, list[float]]]:
-        """The sets of blocks that can be in memory when the backward starts.
-
-        Returns:
-            for each set, its bytes, the bytes that the peak of the backward adds to the least that a visit holds, its
-            recompute seconds, and its bytes by layer.
-        """
+        """The sets of blocks that can be in memory when the backward starts: of each its bytes, the bytes that the peak
+        of the backward adds to the least that a visit holds, its recompute seconds, and its bytes by layer."""
         key = holdings, round(left_bytes, 9)
         if key not in self._allowed:
             most = left_bytes * (1 + _TINY)
@@ -195,14 +191,23 @@ class Capacity:
             self._allowed[key] = sets
         return self._allowed[key]
 
-    def deferrable_seconds(self, place: int, visit: int) -> float:
-        """The most seconds of weight gradients that can wait during the action of ``visit`` at ``place``."""
+    def passed(self, place: int, windows: Sequence[Window]) -> list[float]:
+        """Have all ``windows`` pass a place. Returns of each the seconds of weight gradients that cannot wait on."""
         lane = self.lane
-        left = self.left_bytes[place]
-        if lane.kinds[place] != FORWARD:
-            left += self.least[lane.holdings[visit]].held_bytes
+        holdings, kind = lane.holdings[lane.visit_at[place]], lane.kinds[place]
+        seconds, waits = holdings.forward_seconds if kind == FORWARD else holdings.backward_seconds, 0.0
+        if kind == INPUT_GRAD:
+            seconds, waits = holdings.input_grad_seconds, holdings.weight_grad_seconds
+        for window in windows:
+            window.plain_seconds += seconds
+            window.wait_seconds += waits
+            window.pass_place(place)
+        if not any(window.wait_seconds for window in windows):
+            return [0.0] * len(windows)
+        left = self.left_bytes[place] + (0.0 if kind == FORWARD else self.least[holdings].held_bytes)
         kinds = dict.fromkeys(holdings for holdings, split in zip(lane.holdings, lane.is_split) if split)
-        return _most([(holdings.full_bytes, holdings.weight_grad_seconds) for holdings in kinds], left)
+        deferrable = _most([(holdings.full_bytes, holdings.weight_grad_seconds) for holdings in kinds], left)
+        return [max(0.0, window.wait_seconds - deferrable) for window in windows]
 
 
 def _floors(densities: Sequence[float]) -> list[float]:

@@ -7,9 +7,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TypeAlias
 
-from torchckpt.errors import Fault, raise_fault
-
-__all__ = ["Dataflow", "Operation", "Schedule", "Tables", "check_paths", "first_runs", "repeats", "runs"]
+__all__ = ["Dataflow", "Operation", "Schedule", "Tables", "first_runs", "repeats", "runs"]
 
 Schedule: TypeAlias = Sequence[int]
 """The operations of one traced step in the order in which they run, by their index in the dataflow; an index may
@@ -101,13 +99,6 @@ class Dataflow:
         return range(len(self.operations))
 
 
-def check_paths(flow: Dataflow, paths: Sequence[str]) -> None:
-    """Raise unless there is one of ``paths``, those of modules, for each operation."""
-    if len(paths) != len(flow.operations):
-        rule = f"there is not one path for each of {len(flow.operations)} operations"
-        raise_fault(Fault(rule, f"{len(paths)} paths", "[op.name for op in flow.operations]"))
-
-
 def first_runs(schedule: Schedule) -> dict[int, int]:
     """For each operation, the step of ``schedule`` that runs it first."""
     return {schedule[step]: step for step in range(len(schedule) - 1, -1, -1)}
@@ -135,10 +126,8 @@ class Tables:
     Everything is indexed by *position*: position p is operation ``order[p]``. Given storages and results are left out.
     In every plan, a result is alive from its first write to the end of the step, so its bytes are in ``floor_bytes``
     and in the extra bytes of the operation that writes it. New values of buffers are ``staying`` to the boundary.
-
-    Args:
-        pinned: storages that no repeat may write.
-        order: a topological order, the forward first; the eager one by default.
+    ``pinned``: storages that no repeat may write. ``order``: a topological order, the forward first; the eager one by
+    default.
     """
 
     def __init__(self, flow: Dataflow, pinned: Set[int] = frozenset(), order: Sequence[int] | None = None) -> None:

@@ -146,19 +146,14 @@ def _missing(flow: Dataflow, index: int, alive: Set[int], nest: _Nest) -> list[i
 
 
 def separators(reads: Sequence[Sequence[int]]) -> list[int]:
-    """The nodes of a graph that no edge jumps over, in ascending order.
+    """The nodes of a graph that no edge jumps over, in ascending order. ``reads``: for each node, the nodes that it
+    reads; nodes are in a topological order.
 
     Without such a node, no node after it can be reached from a node before it. The first node and the last one always
-    separate. Takes one sweep over nodes and edges.
+    separate. Takes one sweep over nodes and edges. In a chain of five with a skip from 1 to 3, all but 2 separate:
 
-    Args:
-        reads: for each node, the nodes that it reads. Nodes are in a topological order.
-
-    Example:
-        In a chain of five with a skip from 1 to 3, all but 2 separate:
-
-        >>> separators([[], [0], [1], [1, 2], [3]])
-        [0, 1, 3, 4]
+    >>> separators([[], [0], [1], [1, 2], [3]])
+    [0, 1, 3, 4]
     """
     last_reader = list(range(len(reads)))
     for node, before in enumerate(reads):
@@ -181,10 +176,8 @@ def separating_storages(flow: Dataflow, shared: Set[int] = frozenset()) -> list[
 
     This is the criterion of the 'memory' policy of TensorFlow's memory-saving gradients (Salimans and Bulatov, 2018).
     That policy removes every value in turn and looks for connected components; one sweep finds the same values.
-
-    Args:
-        shared: other storages that may be read anywhere, since they are always kept, such as a small attention mask
-            that every layer reads.
+    ``shared``: other storages that may be read anywhere, since they are always kept, such as a small attention mask
+    that every layer reads.
     """
     known = flow.given | shared
     operations = flow.operations[: flow.forward]
@@ -201,10 +194,8 @@ def every_sqrt(flow: Dataflow, separating: Sequence[int]) -> frozenset[int]:
     This is the 'memory' policy of TensorFlow's memory-saving gradients (Salimans and Bulatov, 2018), after Chen et al.
     (2016). That policy tries one count, with equal bytes of the forward between storages. This one tries several counts
     around sqrt(n), and also gaps that get shorter to the end: the last gap is recomputed first, while all kept storages
-    are alive. It takes the set whose schedule needs the least memory.
-
-    Args:
-        separating: as :func:`separating_storages` finds them, in their order.
+    are alive. It takes the set whose schedule needs the least memory. ``separating``: as :func:`separating_storages`
+    finds them, in their order.
     """
     counts = sorted({max(1, round(math.sqrt(len(separating)) * share)) for share in _SHARES})
     return least_peak(flow, [way(flow, separating, count) for count in counts for way in (evenly, falling)])

@@ -137,11 +137,8 @@ class Breakdown:
 
 
 def at_peak(flow: Dataflow, schedule: Schedule, kinds: Mapping[int, str]) -> Breakdown:
-    """The breakdown at the step of peak memory; if there are several, at the first.
-
-    Args:
-        kinds: the kind of each result. Default for a result that is missing here: output.
-    """
+    """The breakdown at the step of peak memory; if there are several, at the first. ``kinds``: the kind of each result.
+    Default for a result that is missing here: output."""
     memory = simulate(flow, schedule)
     step = memory.bytes_during.index(memory.peak_bytes)
     index = schedule[step]

@@ -150,12 +150,8 @@ def _measure(costs: Sequence[float], step_seconds: float) -> float:
 
 
 class Retention:
-    """The integer programme for the step of ``tables``.
-
-    Args:
-        model: an empty model, which gets variables and constraints, but no objective.
-        hint: a schedule that meets the constraints, from which the solver starts.
-    """
+    """The integer programme for the step of ``tables``. ``model``: an empty model, which gets variables and
+    constraints, but no objective. ``hint``: a schedule that meets the constraints, from which the solver starts."""
 
     def __init__(self, model: CpModel, tables: Tables, budget_bytes: int, hint: Schedule | None) -> None:
         self.model, self.tables, self.budget_bytes = model, tables, budget_bytes
@@ -198,12 +194,10 @@ class Retention:
             self.model.add_hint(flag, hinted)
         return flag
 
-    def _either(self, left: _Literal, right: _Literal) -> _Literal:
+    def _either(self, left: _Literal, right: IntVar) -> _Literal:
         """A literal that is true if ``left`` or ``right`` is."""
         if isinstance(left, bool):
             return left or right
-        if isinstance(right, bool):
-            return right or left
         flag = self._flag(self.hinted is not None and (self.hinted[left.index] or self.hinted[right.index]))
         self.model.add_implication(left, flag)
         self.model.add_implication(right, flag)

@@ -100,11 +100,9 @@ def hoisted(flow: Dataflow, sink: bool = False) -> list[int]:
     """The eager order, but each operation that frees more than it allocates runs as soon as its inputs are ready.
 
     This helps gradients of weights most. Each is the last reader of a saved value. Autograd runs it after the gradient
-    of the input, which is allocated while that value is still alive. The forward stays before the backward.
-
-    Args:
-        sink: always run the ready operation that frees most. Default: False; if no operation frees memory, run the next
-            one of the eager order.
+    of the input, which is allocated while that value is still alive. The forward stays before the backward. ``sink``:
+    always run the ready operation that frees most. Default: False; if no operation frees memory, run the next one of
+    the eager order.
     """
     return _Hoist(flow, sink).run()
 

@@ -14,11 +14,8 @@ class Shortest:
     """Dijkstra's algorithm. A state has two bit masks: the operations that have run, and the storages that are alive.
 
     Dropping costs nothing, so storages are dropped only when an operation does not fit, and as few as possible. An edge
-    costs what its repeat costs; a first run costs nothing.
-
-    Args:
-        most_cost: the search ends where the repeats of all paths left cost at least this.
-        most_states: the states to visit before the search gives up.
+    costs what its repeat costs; a first run costs nothing. ``most_cost``: the search ends where the repeats of all
+    paths left cost at least this. ``most_states``: the states to visit before the search gives up.
     """
 
     def __init__(self, tables: Tables, budget_bytes: int, most_cost: float, most_states: int) -> None:
@@ -64,25 +61,19 @@ class Shortest:
 
     def _steps(self, done: int, alive: int, position: int) -> Iterator[int]:
         """The sets of storages that may be alive after ``position`` has run. None could be larger."""
-        tables = self.tables
-        again = done >> position & 1
-        reads, writes = (self.again if again else self.first)[position]
-        if reads & ~alive or not (self._may_repeat if again else self._may_start)(done, position):
+        tables, in_backward = self.tables, done & self.forward == self.forward
+        if done >> position & 1:
+            (reads, writes), extra = self.again[position], tables.repeat_extra_bytes[position]
+            may_run = tables.repeatable[position] and (in_backward or not tables.earliest[position])
+        else:
+            (reads, writes), extra = self.first[position], tables.first_extra_bytes[position]
+            may_run = not self.needed[position] & ~done and (in_backward or position < tables.forward)
+        if reads & ~alive or not may_run:
             return
-        extra = (tables.repeat_extra_bytes if again else tables.first_extra_bytes)[position]
-        staying = 0 if done & self.forward == self.forward else self.staying
+        extra += sum(bytes_ for other, bytes_ in enumerate(self.results) if done >> other & 1)
         after = done | 1 << position
-        for left in self._fitting(alive | writes, reads | writes | staying, extra + self._results(done)):
+        for left in self._fitting(alive | writes, reads | writes | (0 if in_backward else self.staying), extra):
             yield left & self._useful(after)
-
-    def _may_start(self, done: int, position: int) -> bool:
-        if self.needed[position] & ~done:
-            return False
-        return position < self.tables.forward or done & self.forward == self.forward
-
-    def _may_repeat(self, done: int, position: int) -> bool:
-        tables = self.tables
-        return tables.repeatable[position] and (not tables.earliest[position] or done & self.forward == self.forward)
 
     def _fitting(self, alive: int, fixed: int, extra_bytes: int) -> Iterator[int]:
         """The largest subsets of ``alive`` that fit beside ``extra_bytes`` and have all of ``fixed``."""
@@ -98,9 +89,6 @@ class Shortest:
                 if self._size(dropped) >= over and not any(not less & ~dropped for less in tried):
                     tried.append(dropped)
                     yield alive & ~dropped
-
-    def _results(self, done: int) -> int:
-        return sum(bytes_ for position, bytes_ in enumerate(self.results) if done >> position & 1)
 
     def _size(self, mask: int) -> int:
         if mask not in self.sizes:
