@@ -33,14 +33,16 @@ def of_pipe(model):
 @pytest.mark.parametrize("with_budget", [of_layers, of_pipe])
 def test_parameters_can_be_swapped(with_budget):
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)))
-    held, step = with_budget(model)  # it is alive meanwhile
+    handle, step = with_budget(model)
     for _ in range(3):
         step()
         model.zero_grad()
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
     model.double()
-    step()
+    for _ in range(2):
+        step()
     assert all(parameter.grad.dtype == torch.float64 for parameter in model.parameters())
+    assert handle.plan is not None  # it was alive meanwhile
 
 
 def test_a_parameter_of_another_size_is_noticed_wherever_it_lies():

@@ -12,7 +12,7 @@ from tests.accelerator import random_states
 from tests.left_behind import nothing_left_behind
 from torchckpt import Checkpointing, checkpoint, checkpoint_module, is_recomputing
 from torchckpt.errors import RecomputationError, RegionError
-from torchckpt.regions.core import call
+from torchckpt.regions.core import call as call_of_regions
 from torchckpt.testing import count_recomputes
 
 ERRORS = [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit]
@@ -359,6 +359,6 @@ def test_an_interrupt_when_a_replay_begins_is_no_other_error(monkeypatch):
     def interrupted(function):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(call, "runs_compiled_code", interrupted)
+    monkeypatch.setattr(call_of_regions, "runs_compiled_code", interrupted)
     with nothing_left_behind(), pytest.raises(KeyboardInterrupt):
         loss.backward()

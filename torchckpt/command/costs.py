@@ -78,7 +78,8 @@ def model_faults(options: argparse.Namespace) -> None:
     clash = next((name for name in ("mesh", "efficiency") if options.profile and getattr(options, name)), None)
     if clash is not None:
         why = "the ranks of a mesh are not there to run" if clash == "mesh" else "what is run has no need of a share"
-        raise Unusable(f"--profile and --{clash} are both given, and {why}; works: plan {options.target} --device h100 --profile")
+        works = f"plan {options.target} --device h100 --profile"
+        raise Unusable(f"--profile and --{clash} are both given, and {why}; works: {works}")
     if options.device is None:
         profile = " --profile" if options.profile else ""
         raise Unusable(f"the model has no device; works: plan {options.target} --device h100{profile}")
