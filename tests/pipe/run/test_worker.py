@@ -6,9 +6,11 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -255,12 +257,15 @@ print(threading.active_count() - before, "threads more", flush=True)
 
 
 @pytest.mark.parametrize("threads", ["caller", "threads"])
-def test_ctrl_c_ends_the_call_while_a_stage_runs(threads: str) -> None:
+def test_ctrl_c_ends_the_call_while_a_stage_runs_and_in_threads_the_second_one(threads: str) -> None:
     program = [sys.executable, "-c", INTERRUPTED, threads]
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "in the stage\n"
         process.send_signal(signal.SIGINT)
+        if threads == "threads":
+            time.sleep(0.5)  # by then it waits for the stage
+            process.send_signal(signal.SIGINT)
         rest, _ = process.communicate(timeout=120)
     # The stage waits until the call has ended: had the call waited for it, it would say "in the stage" four times.
     assert rest.splitlines() == ["interrupted not released", "0 threads more"]
@@ -381,26 +386,68 @@ def test_workers_are_those_of_a_forward_whose_graph_is_there() -> None:
     assert not threads_of(2) & second
 
 
-def test_workers_that_an_interrupt_left_at_work_are_not_used_again() -> None:
+def interrupt() -> None:
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_workers_that_two_interrupts_left_at_work_are_not_used_again() -> None:
     output = torch.ones(2, requires_grad=True).sin()
     goes_on, left = threading.Event(), threads_of(1, output)
 
     def waits() -> None:
+        interrupt()
+        time.sleep(0.3)  # by then the caller waits for this
+        interrupt()
         goes_on.wait(60)
 
-    def interrupted() -> None:
-        before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
-        try:
-            with workers(1) as start:
-                start([(0, waits)])
-        finally:
-            signal.signal(signal.SIGALRM, before)
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
+    with pytest.raises(KeyboardInterrupt), interruptible(), workers(1) as start:
+        start([(0, waits)])
     assert not threads_of(1) & left
     goes_on.set()
+
+
+def test_an_interrupt_comes_when_no_task_runs_any_more() -> None:
+    ran: list[str] = []
+
+    def goes_on() -> None:
+        interrupt()
+        time.sleep(0.3)  # an exception that does not wait comes in this time
+        ran.append("the task that ran")
+
+    with pytest.raises(KeyboardInterrupt), interruptible(), workers(2) as start:
+        start([(0, goes_on), (0, lambda: ran.append("one that had not begun"))])
+    assert ran == ["the task that ran"]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("torchckpt worker")]
+
+
+def test_tasks_end_before_an_error_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where no other thread can start."""
+    ran, begun, submit = [], threading.Event(), ThreadPoolExecutor.submit
+
+    def goes_on() -> None:
+        begun.set()
+        time.sleep(0.3)
+        ran.append("the task that ran")
+
+    def submit_one(self: Any, *args: Any) -> Any:
+        if args[2] == 1:
+            begun.wait(60)
+            raise RuntimeError("can't start new thread")
+        return submit(self, *args)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit_one)
+    with pytest.raises(RuntimeError, match="can't start new thread"), workers(2) as start:
+        start([(0, goes_on), (1, goes_on)])
+    assert ran == ["the task that ran"]
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
