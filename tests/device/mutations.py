@@ -35,7 +35,7 @@ TESTS = (
         *ACCELERATOR, "tests/regions/test_streams.py", "tests/regions/core/test_recompute.py",
         "tests/pipe/run/test_accelerators.py",
     ),
-    (*SIMULATED, "tests/pipe/run/test_worker.py"),
+    (*SIMULATED, "tests/pipe/run/test_worker.py", "tests/pipe/run/test_interrupted_workers.py"),
     (*ACCELERATOR, "tests/regions", "tests/pipe", "tests/test_transparency.py"),
 )
 """In this order, until one fails: on the simulated device, but for those of threads."""

@@ -3,8 +3,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import traceback
 import weakref
@@ -12,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,8 +27,6 @@ from tests.settings import default_dtype, without_collector
 from torchckpt.pipe.run.worker import in_caller, keep_workers, workers
 from torchckpt.regions import flags, private
 from torchckpt.regions.core.scope import Scope
-
-ROOT = Path(__file__).parents[3]
 
 
 class Nothing(TorchFunctionMode):
@@ -225,48 +220,6 @@ def test_save_on_cpu_gets_the_boundaries_back() -> None:
     assert torch.equal(torch.autograd.grad(output.sum(), x)[0], expected)
 
 
-INTERRUPTED = """
-import os, signal, sys, threading, time
-import torch
-from torch import nn
-from tests.pipe.stages import run, stages_of
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # under nohup it is ignored, and that is inherited
-released = threading.Event()
-
-class Waits(nn.Module):
-    def forward(self, x):
-        print("in the stage", flush=True)
-        if not released.wait(20):
-            print("the call waited for the stage", flush=True)
-        return x
-
-before = threading.active_count()
-try:
-    run(stages_of([nn.Identity(), Waits()]), torch.ones(4, 2), 4, 0, 1, threads=sys.argv[1] == "threads")
-except KeyboardInterrupt:
-    print("interrupted", "released" if released.is_set() else "not released", flush=True)
-released.set()  # the stage that was left behind ends now, and its thread with it
-for thread in threading.enumerate():
-    if thread is not threading.current_thread():
-        thread.join(30)
-print(threading.active_count() - before, "threads more", flush=True)
-"""
-
-
-@pytest.mark.parametrize("threads", ["caller", "threads"])
-def test_ctrl_c_ends_the_call_while_a_stage_runs(threads: str) -> None:
-    program = [sys.executable, "-c", INTERRUPTED, threads]
-    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "in the stage\n"
-        process.send_signal(signal.SIGINT)
-        rest, _ = process.communicate(timeout=120)
-    # The stage waits until the call has ended: had the call waited for it, it would say "in the stage" four times.
-    assert rest.splitlines() == ["interrupted not released", "0 threads more"]
-    assert process.returncode == 0
-
-
 @pytest.mark.parametrize("threads", [False, True], ids=["caller", "threads"])
 def test_after_an_exception_nothing_of_the_mini_batch_is_alive(threads: bool) -> None:
     freed: list[int] = []
@@ -379,28 +332,6 @@ def test_workers_are_those_of_a_forward_whose_graph_is_there() -> None:
         worker.join(60)
     assert not any(worker.is_alive() for worker in second)
     assert not threads_of(2) & second
-
-
-def test_workers_that_an_interrupt_left_at_work_are_not_used_again() -> None:
-    output = torch.ones(2, requires_grad=True).sin()
-    goes_on, left = threading.Event(), threads_of(1, output)
-
-    def waits() -> None:
-        goes_on.wait(60)
-
-    def interrupted() -> None:
-        before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
-        try:
-            with workers(1) as start:
-                start([(0, waits)])
-        finally:
-            signal.signal(signal.SIGALRM, before)
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert not threads_of(1) & left
-    goes_on.set()
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -80,7 +80,7 @@ class Count:
         in_graph: whether one backward has all micro-batches. Then autograd adds up their gradients beside those that
             are there, so these do not count as if the step made them. Nor do they in a step of a plan, which is shown
             as it was.
-        learn: gets what was counted.
+        learn: gets what was counted; None: a backward could not be counted.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Count:
         stages: Sequence[Stage],
         counts_blocks: bool,
         in_graph: bool,
-        learn: Callable[[Counted], None],
+        learn: Callable[[Counted | None], None],
     ) -> None:
         self._placement = schedule.placement
         devices = [stages[schedule.placement.index(rank)].device for rank in range(len(schedule.ranks))]
@@ -118,6 +118,9 @@ class Count:
     @contextmanager
     def acting(self, action: Action) -> Iterator[None]:
         """A context around an action."""
+        if self._is_done:
+            yield
+            return
         record, saved = self._records[self._placement[action.stage]], self._saved.get(action.stage)
         is_counted = saved is not None and action.kind is Kind.FORWARD and action.micro_batch == _COUNTED
         with self._watched(action), saved.counted() if saved and is_counted else nullcontext():
@@ -152,9 +155,10 @@ class Count:
             node.register_hook(partial(self._ran, action, left, number))
 
     def finish(self) -> None:
-        """The step has ended."""
-        self._is_done = True
-        self._watch.stop()
+        """The step has ended: learn what was counted, unless it was cut."""
+        if self._is_done:
+            return
+        self.cut()
         for live in self._live:
             live.reaches(None)
         for record in self._records:
@@ -163,6 +167,17 @@ class Count:
         seconds = {stage: replays for record in self._records for stage, replays in record.replay_seconds().items()}
         blocks = (with_seconds(saved.stage, seconds.get(stage, {})) for stage, saved in self._saved.items())
         self._learn(Counted(tuple(blocks), [record.spans()[-1] for record in self._records], levels))
+
+    def cut(self) -> None:
+        """Count no further. Of a step that has not ended nothing is learned: the rest of it may take more."""
+        self._is_done = True
+        self._watch.stop()
+
+    def disturbed(self) -> None:
+        """The backward of another forward has begun. If the step has not ended, it cannot be counted."""
+        if not self._is_done:
+            self.cut()
+            self._learn(None)
 
     # how ------------------------------------------------------------------------------------------------------------
 
@@ -194,7 +209,7 @@ class Count:
     def _begins(self, action: Action, _: object) -> None:
         rank = self._placement[action.stage]
         if self._is_done:
-            return  # a second backward through the same graph
+            return  # it was cut, or this is a second backward through the same graph
         if not self._is_in_backward:
             self._is_in_backward = True
             after_backward(self._after)
@@ -220,10 +235,14 @@ class Count:
 
     def _after(self) -> None:
         self._is_in_backward = False
+        if self._is_done:
+            return
         for rank in range(len(self._records)):
             self._ends_open(rank)
         self._watch.live = None
-        if not self._awaited and not self._is_done:
+        if self._awaited:
+            self._learn(None)
+        else:
             self.finish()
 
 

@@ -2,7 +2,8 @@
 
 [1] A step that is not known recomputes every block, and is counted. [2] When the next one of its shape begins the plan
 is made, which is followed from then on. [3] The second step of a plan is counted, too. If it takes more than its
-budget, the plan is made again.
+budget, the plan is made again. [4] A count that something else disturbs before its step has ended, such as another
+forward or the backward of one, is thrown away, and the next step of its shape is counted.
 """
 from __future__ import annotations
 
@@ -40,6 +41,10 @@ __all__ = ["Following", "Within"]
 
 _TRIES = 3
 """So many steps that could not be counted are no reason to worry."""
+_NOT_COUNTED = (
+    "a backward does not reach all micro-batches, or has that of another forward in it, so its step cannot be counted, "
+    "and has no plan"
+)
 
 
 @dataclass
@@ -48,13 +53,13 @@ class _Known(Followed[Fitted]):
 
     counted: Counted | None = None
     tries: int = 0
+    """How many backwards one after the other were no whole step."""
     shown: tuple[Fitted, Counted] | None = None
     """The last plan of which a step was counted, and that step."""
 
     def begins(self, budget: Bytes, order: Schedule, lookahead: int | None) -> bool:
         """Make the plan if there is none. Returns whether the step is counted."""
         if self.counted is None:
-            self.tries += 1
             return True
         if self.plan is None:
             self.follow(_fitted(self.counted, budget, self.share, order, lookahead))
@@ -62,8 +67,11 @@ class _Known(Followed[Fitted]):
         is_shown = self.shown is not None and self.shown[0] is self.plan
         return not is_shown and self.steps >= SHOWN
 
-    def learn(self, counted: Counted) -> None:
-        """Take in a step that was counted."""
+    def learn(self, counted: Counted | None) -> None:
+        """Take in a step that was counted. None: it could not be."""
+        if counted is None:
+            self.tries += self.counted is None
+            return
         self.tries = 0
         if counted.blocks:
             self.counted = counted
@@ -87,6 +95,9 @@ class Within:
         self._followed: _Known | None = None
         self._in_place: dict[tuple[int, int], ChangedInputs] = {}
         self._waiting: weakref.ref[_Mark] | None = None
+        self._is_in_step = False
+        self._count: Count | None = None
+        """That of the step that has begun last."""
         self._settings: ModelSettings | None = None
         self._watch = Watch()
         weakref.finalize(self, self._watch.stop)
@@ -139,7 +150,9 @@ class Within:
         order = (graph_order if in_graph else step_order)(placement, len(batches))
         blocks, plan, count = [parts_of(stage, self._in_place) for stage in stages], None, None
         waiting = None if self._waiting is None else self._waiting()
-        if in_graph and waiting is not None and not waiting.is_reached:
+        is_second = self._is_in_step or (waiting is not None and not waiting.is_reached)
+        self._is_in_step |= not in_graph
+        if is_second:
             self._warn("a forward begins while another waits for its backward: it recomputes all, beyond the budget")
             return Following(order, in_graph, blocks, plan, count, options)
         key = lookahead, shapes_of(batches), self._now(pipe, stages)
@@ -149,16 +162,16 @@ class Within:
         if known.plan is not None:
             plan = known.plan.plan
             order = Order(plan.schedule, with_replays(order.launched, plan.schedule))
-        if known.tries > _TRIES:
-            self._warn("a backward does not reach all micro-batches, so its step cannot be counted, and has no plan")
+        if known.tries >= _TRIES:
+            self._warn(_NOT_COUNTED)
         if is_counted:
-            count = Count(self._watch, order.schedule, stages, plan is None, in_graph, known.learn)
+            count = self._count = Count(self._watch, order.schedule, stages, plan is None, in_graph, known.learn)
         return Following(order, in_graph, blocks, plan, count, options)
 
     def returned(self, outputs: Any) -> None:
         """Note that a graph waits for its backward."""
         nodes = [leaf.grad_fn for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
-        mark = _Mark()
+        mark = _Mark(self, self._count)
         for node in dict.fromkeys(node for node in nodes if node is not None):
             node.register_prehook(mark)
             self._waiting = weakref.ref(mark)
@@ -167,11 +180,11 @@ class Within:
     def explained(self) -> Iterator[None]:
         """A context around a step or a forward: if a device is out of memory, the error says what to do, and the next
         plan takes less."""
-        self._watch.stop()  # of the step before: from inside of a backward it cannot be left
+        self._stop()  # also of a step that has ended: from inside of a backward the watch cannot be left
         try:
             yield
         except BaseException as error:
-            self._watch.stop()
+            self._stop()
             if not isinstance(error, torch.OutOfMemoryError):
                 raise
             known, steps = self._followed, "the first step of a shape, which recomputes everything, takes"
@@ -189,7 +202,20 @@ class Within:
         try:
             yield
         finally:
-            self._watch.stop()
+            self._stop()
+            self._is_in_step, self._waiting = False, None
+
+    def reached(self, count: Count | None) -> None:
+        """Note that a backward begins: that of the forward that ``count`` counts."""
+        if self._count is not None and self._count is not count:
+            self._count.disturbed()  # [4]
+
+    def _stop(self) -> None:
+        """Count no further, and watch nothing."""
+        count, self._count = self._count, None
+        if count is not None:
+            count.cut()  # [4]
+        self._watch.stop()
 
     def _now(self, pipe: nn.Module, stages: Sequence[Stage]) -> Any:
         """What else the bytes of a step depend on."""
@@ -207,10 +233,12 @@ class Within:
 class _Mark:
     """What a forward leaves at its outputs, until their backward."""
 
-    is_reached = False
+    def __init__(self, within: Within, count: Count | None) -> None:
+        self._within, self._count, self.is_reached = within, count, False
 
     def __call__(self, _: object) -> None:
         self.is_reached = True
+        self._within.reached(self._count)
 
 
 def _fitted(counted: Counted, budget: Bytes, share: float, order: Schedule, lookahead: int | None) -> Fitted:

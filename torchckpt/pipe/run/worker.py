@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import copy_context
+from threading import Lock
 from typing import Any, TypeAlias
 
 import torch
@@ -90,24 +91,27 @@ def workers(count: int) -> Iterator[RunTasks]:
 
     Tasks see the caller's grad mode, autocast, default dtype and device, and context variables. If tasks raise, the
     first exception is raised in the caller, with its traceback, after all tasks of the same call have ended. If the
-    caller is interrupted, it does not wait for the threads: each ends after its current task.
+    caller is interrupted, no other task starts, and it waits for those that run: they would change buffers and draw
+    numbers behind its back. A second interrupt ends this wait.
     """
     caller_settings, graded = settings(), torch.is_grad_enabled()
     threads = _threads_there() or _Threads()
     threads += [ThreadPoolExecutor(1, f"torchckpt worker {number}") for number in range(len(threads), count)]
     local.thread.workers = weakref.ref(threads)
-    idle = True
+    at_work = [Lock() for _ in threads]
+    idle, is_over = True, False
 
-    def as_in_caller(held: list[Task]) -> None:
+    def as_in_caller(worker: int, held: list[Task]) -> None:
         # The pool holds its arguments a moment longer than the caller waits: not the task, and the tensors in it.
         task = held.pop()
-        with use_settings(caller_settings), torch.set_grad_enabled(graded):
-            task()
+        with at_work[worker], use_settings(caller_settings), torch.set_grad_enabled(graded):
+            if not is_over:
+                task()
 
     def run(tasks: list[tuple[int, Task]]) -> None:
         nonlocal idle
         idle = False
-        started = [threads[worker].submit(copy_context().run, as_in_caller, [task]) for worker, task in tasks]
+        started = [threads[worker].submit(copy_context().run, as_in_caller, worker, [task]) for worker, task in tasks]
         try:
             wait(started)
             idle = True
@@ -120,9 +124,14 @@ def workers(count: int) -> Iterator[RunTasks]:
         yield run
     finally:
         if not (idle and threads.is_kept):
-            local.thread.workers = None
+            local.thread.workers, is_over = None, True
             for thread in threads:
-                thread.shutdown(wait=idle, cancel_futures=True)
+                thread.shutdown(wait=False, cancel_futures=True)
+            for lock in at_work:  # not by the end of a thread: an interrupt of that would have Python take it for ended
+                with lock:
+                    pass
+            for thread in threads:
+                thread.shutdown()
 
 
 def _raise_from(future: Future[None]) -> None:
