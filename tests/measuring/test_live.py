@@ -2,12 +2,14 @@
 from __future__ import annotations
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers import leaf
 from torchckpt.measuring.live import LiveBytes, Watch
 from torchckpt.planning import Action, Kind
 from torchckpt.planning.step.memory import Level
 from torchckpt.regions import live as module
+from torchckpt.regions.private import dispatch_modes_are_active, put_under_modes
 from torchckpt.regions.saved import storage_of
 
 FIRST, SECOND = Action(0, Kind.FORWARD, 0), Action(0, Kind.BACKWARD, 0)
@@ -139,3 +141,31 @@ def test_a_device_that_was_never_used_is_made_ready_before_its_statistics_are_re
     allocator.init = lambda: setattr(allocator, "is_ready", True)
     monkeypatch.setattr(torch, "get_device_module", lambda device: allocator)
     assert module.LiveStorages(torch.device("cuda")).allocator.is_ready
+
+
+class Collects(TorchDispatchMode):
+    """Calls what it was given in the middle of an operator, as the garbage collector may."""
+
+    def __init__(self, call) -> None:
+        super().__init__()
+        self.call = call
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.call()
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_watch_that_is_stopped_inside_of_an_operator_is_left_later():
+    first, second = Watch(), Watch()
+    put_under_modes(first)
+    with Collects(first.stop):
+        ones(100)
+    assert ones(100).sum() == 25  # what torch could not do if the watch were gone
+    put_under_modes(second)
+    assert dispatch_modes_are_active() == 1
+    second.live = LiveBytes(CPU)
+    second.before = first.stop  # the same from inside of another watch
+    ones(100)
+    second.stop()
+    assert dispatch_modes_are_active() == 0
+    assert ones(100).sum() == 25

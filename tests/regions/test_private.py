@@ -506,6 +506,18 @@ def put_under_modes():
     assert (above.count, below.count, public.count) == (1, 2, 2)
 
 
+def left_in_inference_mode():
+    """A mode that cannot be left there is left later. The public form leaves it in the block where it was entered."""
+    below = Operators()
+    private.put_under_modes(below)
+    with torch.inference_mode():
+        private.take_from_modes(below)
+    torch.ones(2)
+    private.leave_modes()
+    torch.ones(2)
+    assert below.count == 1
+
+
 def after_backward():
     events = []
     x = leaf(3)
@@ -561,6 +573,7 @@ COUNTERPARTS = {
     "is_of_newest_node": is_of_newest_node,
     "keep_from_dynamo": keep_from_dynamo,
     "kept_by_policies": kept_by_policies,
+    "leave_modes": left_in_inference_mode,
     "look_through": look_through,
     "modes_are_active": modes_are_active,
     "mutation_is_allowed": mutation_is_allowed,

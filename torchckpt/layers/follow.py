@@ -37,7 +37,7 @@ from torchckpt.regions.core.checkpointing import refuse_transforms, run
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.flags import local
 from torchckpt.regions.moved.order import Driven
-from torchckpt.regions.private import hooks_in_force, is_exporting, keep_from_dynamo, running_node
+from torchckpt.regions.private import hooks_in_force, is_exporting, keep_from_dynamo, leave_modes, running_node
 from torchckpt.regions.wrap.mixin import COMPILED
 from torchckpt.tensors import hides_tensors, tensors_in
 from torchckpt.typing import Function
@@ -169,6 +169,7 @@ class Steps:
     def _begin(self, first: Shapes, device: torch.device) -> Step:
         """Begin a step whose first call has these shapes, or begins with them."""
         self._close()
+        leave_modes()  # an evaluation in inference mode could not
         uncertain = self._uncertain.get(first)
         is_again = uncertain is not None and uncertain.is_again()
         known = [] if is_again else self._known.beginning(first, device, self._settings)

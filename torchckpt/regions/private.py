@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -29,10 +29,10 @@ __all__ = [
     "DeviceContext", "DispatchMode", "after_backward", "alive", "apply_of", "autocast_is_on", "batch_norm_layer",
     "bytes_now", "caching_mode", "compiler_of", "compiler_stance", "dispatch_modes_are_active", "forward_ad",
     "frame_of_torch", "function_modes", "functorch_is_active", "heeds_hooks", "hooks_entered", "hooks_in_force",
-    "is_exporting", "is_fake", "is_of_newest_node", "keep_from_dynamo", "kept_by_policies", "look_through",
-    "modes_are_active", "mutation_is_allowed", "negated", "newest_node", "norm_layer", "number_of", "only_hooks",
-    "outside_transforms", "packed_by", "pop_hooks", "profiler_is_on", "push_hooks", "put_under_modes", "running_node",
-    "set_grad_enabled", "set_version", "settings_of_torch", "storage_key", "take_from_modes",
+    "is_exporting", "is_fake", "is_of_newest_node", "keep_from_dynamo", "kept_by_policies", "leave_modes",
+    "look_through", "modes_are_active", "mutation_is_allowed", "negated", "newest_node", "norm_layer", "number_of",
+    "only_hooks", "outside_transforms", "packed_by", "pop_hooks", "profiler_is_on", "push_hooks", "put_under_modes",
+    "running_node", "set_grad_enabled", "set_version", "settings_of_torch", "storage_key", "take_from_modes",
     "torch_functions_are_seen", "use_count", "use_stance", "with_torch_functions", "without_selective_modes",
 ]
 
@@ -285,14 +285,41 @@ def put_under_modes(mode: DispatchMode) -> None:
     """Enter ``mode`` below all modes of this thread, so that it can be left at any time: each of the others takes away
     what is on top. No public form."""
     modes = _dispatch_modes()
-    _exchange_modes(modes, [mode, *modes])
+    _exchange_modes(modes, [mode, *(one for one in modes if one is not mode and not _is_over(one))])
+    vars(mode)[_OVER] = False
 
 
 def take_from_modes(mode: DispatchMode) -> None:
-    """Leave what :func:`put_under_modes` has entered, if it is entered in this thread."""
+    """Leave what :func:`put_under_modes` has entered in this thread, if it has: now, or by :func:`leave_modes`.
+
+    The end of inference mode, and of a mode's ``__torch_dispatch__``, puts back the keys from before: those of a mode
+    that the thread has no more, so that no tensor could be made in it. Inside of them ``mode`` stays. The garbage
+    collector may call this anywhere.
+    """
+    vars(mode)[_OVER] = True
+    leave_modes()
+
+
+def leave_modes() -> None:
+    """Leave the modes of this thread that could not be left when :func:`take_from_modes` was called, if they can be."""
     modes = _dispatch_modes()
-    if any(one is mode for one in modes):
-        _exchange_modes(modes, [one for one in modes if one is not mode])
+    left = [one for one in modes if not _is_over(one)]
+    if len(left) < len(modes) and not torch.is_inference_mode_enabled() and not _is_in_dispatch():
+        _exchange_modes(modes, left)
+
+
+def _is_in_dispatch() -> bool:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "__torch_dispatch__":
+        frame = frame.f_back
+    return frame is not None
+
+
+_OVER = "is_over"
+
+
+def _is_over(mode: Any) -> bool:
+    return bool(vars(mode).get(_OVER))
 
 
 def after_backward(call: Callable[[], None]) -> None:

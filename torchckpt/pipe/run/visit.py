@@ -251,7 +251,7 @@ class StageCall(NamesModules):
         leaves = {place for place in places if is_graded and tensors[place].requires_grad and tensors[place].is_leaf}
         copied = {*places} - leaves - self._uncopied
         if copied:
-            tensors = tuple(tensor.clone() if n in copied else tensor for n, tensor in enumerate(tensors))
+            tensors = tuple(_copy_of(tensor) if n in copied else tensor for n, tensor in enumerate(tensors))
             args, kwargs = put_back(tensors)
         if not is_forward:
             return self._skips.run(partial(self._run, args, kwargs, None), tensors)
@@ -288,6 +288,18 @@ class StageCall(NamesModules):
         works = "the operation out of place, such as ReLU(inplace=False) or x = x + 1"
         with called("Pipe"):
             raise_fault(Fault(rule, received, works))
+
+
+def _copy_of(tensor: Tensor) -> Tensor:
+    """A copy with the strides of ``tensor``, by which torch chooses kernels: ``clone`` leaves gaps and repeats out."""
+    copy = tensor.clone()
+    if tensor.layout != torch.strided or hasattr(tensor, "__tensor_flatten__") or copy.stride() == tensor.stride():
+        return copy
+    once = tensor
+    for dim, stride in enumerate(tensor.stride()):
+        once = once.narrow(dim, 0, min(1, tensor.size(dim))) if stride == 0 else once
+    copy = torch.empty_strided(once.shape, once.stride(), dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(once).expand_as(tensor)
 
 
 def _mode_of(call: StageCall, tensors: Sequence[Tensor]) -> Mode:

@@ -1,0 +1,82 @@
+"""Layers find their inputs with the strides of the plain model, by which torch chooses kernels and so the last bits."""
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from tests.pipe.budget.models import WAYS
+from torchckpt import Pipe, is_recomputing
+
+WIDTH = 64
+VIEWS = {
+    "gaps": lambda x: x[..., :WIDTH],
+    "every second": lambda x: x[..., ::2],
+    "repeats": lambda x: x[..., :1].expand(*x.shape[:-1], WIDTH),
+    "repeats with gaps": lambda x: x[:, :1, :WIDTH].expand(-1, x.shape[1], -1),
+    "transposed": lambda x: x[..., :WIDTH].contiguous().transpose(0, 1).contiguous().transpose(0, 1),
+}
+
+
+class Up(nn.Module):
+    """Returns a view of what it has made."""
+
+    def __init__(self, view: str) -> None:
+        super().__init__()
+        self.view, self.linear = view, nn.Linear(WIDTH, 2 * WIDTH, dtype=torch.bfloat16)
+
+    def forward(self, x):
+        return VIEWS[self.view](self.linear(x))
+
+
+class Down(nn.Module):
+    """Notes the strides of its input, which it may change in place."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place, self.linear = in_place, nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
+        self.strides: list[tuple[int, ...]] = []
+
+    def forward(self, x):
+        if not is_recomputing():
+            self.strides.append(x.stride())
+        return self.linear(x.relu_() if self.in_place else x)
+
+
+def loss_of(output, target):
+    return mse_loss(output.float(), target.expand_as(output))
+
+
+def step(model, x, way):
+    """The loss, the gradients, and the strides that a step of a pipe or a plain model has found."""
+    down = model[1]
+    down.strides.clear()
+    target = torch.zeros(len(x), 1, 1)
+    if way == "step":
+        loss = model.step(x, target, loss_fn=loss_of)
+    else:
+        loss = loss_of(model(x), target)
+        loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    return [loss.detach(), *gradients], {*down.strides}
+
+
+@pytest.mark.parametrize("budget", [None, "100%"])
+@pytest.mark.parametrize("balance", [[2], [1, 1]], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_layer_finds_the_strides_of_the_plain_model(view, in_place, way, balance, budget):
+    torch.manual_seed(0)
+    plain = nn.Sequential(Up(view), Down(in_place and "repeats" not in view))  # what repeats cannot be changed in place
+    pipe = Pipe(copy.deepcopy(plain), balance, ["cpu"] * len(balance), 1, budget=budget)
+    x = torch.randn(4, 16, WIDTH).bfloat16()
+    expected, strides = step(plain, x, "graph")
+    for _ in range(3):
+        found, of_pipe = step(pipe, x, way)
+        assert of_pipe == strides
+        assert all(map(torch.equal, found, expected))
