@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.helpers import leaf
 from torchckpt.measuring.live import LiveBytes, Watch
 from torchckpt.planning import Action, Kind
-from torchckpt.planning.step.memory import Level
+from torchckpt.planning.step.memory import Level, Piece
 from torchckpt.regions import live as module
 from torchckpt.regions.private import dispatch_modes_are_active, put_under_modes
 from torchckpt.regions.saved import storage_of
@@ -82,12 +82,14 @@ def test_a_backward_counts_too():
 def test_what_was_held_before_the_first_replay():
     alive = LiveBytes(CPU)
     with alive.entered():
-        alive.reaches(FIRST)
+        alive.reaches(SECOND)
         first = ones(100)
-        alive.replays()
-        second = ones(400)
-        alive.replays()
-    assert alive.levels == {FIRST: Level(500, 500, 100)}
+        with alive.replaying(1):
+            second = ones(400)
+        with alive.replaying(0):
+            pass
+    pieces = (2, False, 100), (1, True, 500), (1, False, 500), (0, True, 500), (0, False, 500)
+    assert alive.levels == {SECOND: Level(500, 500, 100, tuple(Piece(*each, each[-1]) for each in pieces))}
     assert first.shape != second.shape
 
 
@@ -131,9 +133,11 @@ def test_a_device_that_counts_itself_is_asked(monkeypatch):
         allocator.allocate(-50)
         alive.reaches(SECOND)
         allocator.allocate(5)
-        alive.replays()
-        allocator.allocate(5)
-    assert alive.levels == {FIRST: Level(70, 20), SECOND: Level(30, 30, 25)}
+        with alive.replaying(0):
+            allocator.allocate(5)
+        allocator.allocate(-5)
+    pieces = Piece(1, False, 25, 25), Piece(0, True, 30, 30), Piece(0, False, 30, 25)
+    assert alive.levels == {FIRST: Level(70, 20), SECOND: Level(30, 25, 25, pieces)}
 
 
 def test_a_device_that_was_never_used_is_made_ready_before_its_statistics_are_reset(monkeypatch):

@@ -19,6 +19,7 @@ from torchckpt.errors import ArgumentError, BudgetInfeasible, CheckpointError, S
 from torchckpt.measuring.link import MeasuredLink
 from torchckpt.planning import Action, Block, Kind, Stage
 from torchckpt.planning.plan import PipelinePlan
+from torchckpt.planning.plan.run.fit_measured import Fitted
 from torchckpt.planning.step.measured import Span
 from torchckpt.planning.step.memory import Level, Piece
 from torchckpt.ranks.turns import Absent, told_by_all
@@ -154,8 +155,8 @@ def _refusal(call: str, received: str) -> ScheduleError:
 
 
 _OBJECTS = (
-    Action, ArgumentError, Block, BudgetInfeasible, CheckpointError, Kind, Level, MeasuredLink, Piece, ScheduleError,
-    Span, Stage,
+    Action, ArgumentError, Block, BudgetInfeasible, CheckpointError, Fitted, Kind, Level, MeasuredLink, Piece,
+    ScheduleError, Span, Stage,
 )
 _MAKERS: dict[str, Callable[..., Any]] = {
     **{kind.__name__: kind for kind in _OBJECTS},

@@ -21,7 +21,7 @@ from torchckpt.errors import ArgumentError, CheckpointError, Fault, called, chec
 from torchckpt.measuring.link import MeasuredLink
 from torchckpt.measuring.remembered import NEAR, digest
 from torchckpt.planning import Action, Choice, Kind, Schedule, State, arrival, with_recompute
-from torchckpt.planning.budget import Bytes, bytes_per_rank
+from torchckpt.planning.budget import Bytes, bytes_per_rank, enough
 from torchckpt.planning.order.schedule import Visit
 from torchckpt.planning.plan import PipelinePlan
 from torchckpt.planning.plan.figures import WholeStep
@@ -42,6 +42,7 @@ _COUNTED, _COUNTED_SPLIT = 1, 2
 plan that is counted; the second, the step that counts those of split ones."""
 
 _CALLER = "recompute_ahead()"
+_ASKED = "recompute_ahead(schedule, budget={})"
 _NO_REGIONS = Fault(
     "no stage has regions, so nothing can be recomputed to meet the budget",
     "stages whose forwards entered none",
@@ -122,11 +123,11 @@ class Measuring:
         levels_of_processes = all_gather([levels for _, levels in self._counted])
         host = self._measured_host(link)
         is_first = dist.get_rank() == 0
-        plan = broadcast(self._outcome(measured, levels_of_processes, tied, pairs, host) if is_first else None)
-        if isinstance(plan, CheckpointError):
-            raise without_traceback(plan)
-        check_the_same("plan", [(one, one) for one in all_gather(digest(plan.to_json()))])
-        return Following(Fitted(plan, *plan.whole_step))
+        made = broadcast(self._outcome(measured, levels_of_processes, tied, pairs, host) if is_first else None)
+        if isinstance(made, CheckpointError):
+            raise without_traceback(made)
+        check_the_same("plan", [(one, one) for one in all_gather(digest(made.plan.to_json()))])
+        return Following(made)
 
     def _measured_host(self, link: MeasuredLink | None) -> Host | None:
         """The host with the slowest of the links that were measured. Collective."""
@@ -143,7 +144,7 @@ class Measuring:
         tied: bool,
         pairs: Collection[tuple[Action, Action]],
         host: Host | None,
-    ) -> PipelinePlan | CheckpointError:
+    ) -> Fitted | CheckpointError:
         """What rank 0 sends to the others, which wait for it: the plan with its bytes, or why there is none."""
         stages, links = measured.step.stages, measured.step.links
         try:
@@ -160,7 +161,7 @@ class Measuring:
                 f"  received: {type(error).__name__}: {error}\n"
                 "  works:    plan=plan_pipeline(...), made in a process of its own"
             )
-        return replace(fit.plan, whole_step=WholeStep(fit.budget_bytes, fit.peak_bytes))
+        return replace(fit, plan=replace(fit.plan, whole_step=WholeStep(fit.budget_bytes, fit.peak_bytes)))
 
 
 class Following:
@@ -218,14 +219,16 @@ class Following:
     def _over(self, rank: int, peak: float) -> str:
         """The text of a warning: this ``rank`` took more than it may."""
         planned, budget = self.fitted.peak_bytes[rank], self.fitted.budget_bytes[rank]
-        rule, asked = "the plan that was given says, as one for other shapes does", "..."
+        rule, works = "the plan that was given says, as one for other shapes does", _ASKED.format("...")
         if not self._is_given:
-            rule, asked = "its budget, and than the steps that were measured", f"{budget * budget / peak:.0f}"
+            rule = "its budget, and than the steps that were measured"
+            asked = max(budget * budget / peak, self.fitted.least_bytes)
+            works = _ASKED.format(enough(asked)) if asked < budget else "fewer micro-batches in flight, or smaller ones"
         stages = ", ".join(str(stage) for stage, of in enumerate(self.plan.schedule.placement) if of == rank)
         return (
             f"recompute_ahead: a step takes more than {rule}\n"
             f"  received: rank {rank} (stages {stages}): {peak:.0f} bytes measured, {planned:.0f} planned, "
-            f"budget {budget:.0f}\n  works:    recompute_ahead(schedule, budget={asked})"
+            f"budget {budget:.0f}\n  works:    {works}"
         )
 
 

@@ -205,7 +205,7 @@ class RecomputeWithin(RecomputeAhead):
 
     @property
     def _is_in_pieces(self) -> bool:
-        """Whether bytes are counted piece by piece, for a plan with a host."""
+        """Whether the bytes of forwards are counted piece by piece, for a plan with a host."""
         return self._live_bytes is not None and self._has_host
 
     @property
@@ -245,15 +245,11 @@ class RecomputeWithin(RecomputeAhead):
 
     @contextmanager
     def _replaying(self, visit: Visit, region: int, frame: Frame) -> Iterator[None]:
-        live = self._live_bytes
-        if live is not None:
-            live.replays()
-            if self._is_in_pieces:
-                live.passes(region + 1)
-        with super()._replaying(visit, region, frame):
+        with (
+            self._live_bytes.replaying(region) if self._live_bytes else nullcontext(),
+            super()._replaying(visit, region, frame),
+        ):
             yield
-        if live is not None and self._is_in_pieces:
-            live.passes(region, is_replay=True)
 
     # steps ----------------------------------------------------------------------------------------------------------
 
@@ -354,7 +350,8 @@ class RecomputeWithin(RecomputeAhead):
         if isinstance(self._phase, Following):
             fitted = self._phase.fitted
             steps = f"a step of the plan, which has {max(fitted.peak_bytes):.0f} bytes on a rank, takes"
-            works = f"budget={0.9 * min(fitted.budget_bytes):.0f} or less, or {works}"
+            less = 0.9 * min(fitted.budget_bytes)
+            works = f"budget={less:.0f} or less, or {works}" if less > fitted.least_bytes else works
         return f"{text}\nrecompute_ahead: {steps} more than the device has left\n  works:    {works}"
 
 

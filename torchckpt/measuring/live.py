@@ -95,8 +95,12 @@ class LiveBytes(LiveStorages):  # type: ignore[no-untyped-call]  # in torch
         self.reaches(None)
         self._is_idle = True
 
-    def replays(self) -> None:
-        """Note that the current action starts a replay."""
+    @contextmanager
+    def replaying(self, block: int) -> Iterator[None]:
+        """A context around a replay of ``block`` in the current action: a piece, and another ends before it."""
         if not self._has_replayed:
             self._entered_bytes = max(self._entered_bytes, float(self.highest()))
         self._has_replayed = True
+        self.passes(block + 1)
+        yield
+        self.passes(block, is_replay=True)

@@ -184,8 +184,7 @@ class Count:
     @contextmanager
     def _replaying(self, visit: Visit, block: int, frame: Frame) -> Iterator[None]:
         rank = self._placement[visit[0]]
-        self._live[rank].replays()
-        with self._records[rank].replaying(visit, block):
+        with self._live[rank].replaying(block), self._records[rank].replaying(visit, block):
             yield
         if visit[1] == _COUNTED and visit[0] in self._saved:
             self._saved[visit[0]].replayed(block, frame)

@@ -14,7 +14,7 @@ from torchckpt.planning.order.schedule import Kind
 from torchckpt.planning.work.block import Stage
 from torchckpt.planning.work.choice import Choice
 
-__all__ = ["Change", "Curve", "Level", "Piece", "changes_of", "curve", "levels_of", "use_bytes"]
+__all__ = ["Change", "Curve", "Level", "Piece", "changes_of", "curve", "levels_of", "use_bytes", "uses_of"]
 
 Curve: TypeAlias = tuple[tuple[float, float], ...]
 """The bytes alive on one rank, as (seconds, bytes) at each change."""
@@ -87,6 +87,19 @@ def use_bytes(stage: Stage, late: Collection[int]) -> float:
         else:
             freed += blocks[block].saved_bytes
     return start + extra
+
+
+def uses_of(stage: Stage, late: Collection[int]) -> Iterator[tuple[int, float]]:
+    """Each block, from the one behind all to the first, and the bytes of a visit while a whole backward is in it. The
+    most of them is :func:`use_bytes`."""
+    blocks = stage.blocks
+    alive = stage.saved_bytes - sum(blocks[block].freed_bytes for block in late)
+    yield len(blocks), alive
+    alive -= stage.after.saved_bytes
+    for block in reversed(range(len(blocks))):
+        alive += blocks[block].freed_bytes if block in late else 0.0
+        yield block, alive
+        alive -= blocks[block].saved_bytes
 
 
 def levels_of(changes: Iterable[Change]) -> Iterator[Level]:

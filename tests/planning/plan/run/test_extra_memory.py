@@ -1,6 +1,8 @@
 """What a step takes beside its regions: measured by action, and foretold of other steps."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.planning.plan.by_hand import actions, one_rank
@@ -101,6 +103,46 @@ def test_a_backward_takes_before_it_recomputes_what_it_took_then():
     beside = measured.beside(STAGES)
     assert beside[Action(0, Kind.BACKWARD, 0)] == ExtraMemory(5, 0, 10)
     assert peak_bytes(step_of(actions(ORDER), {(0, 0): KEPT, (0, 1): KEPT}), 0, beside) == 44 + 10
+
+
+UNLIKE = [Stage((Block(saved_bytes=10.0, boundary_bytes=1.0), Block(saved_bytes=3.0, boundary_bytes=1.0)),
+                after=fixed(saved_bytes=2.0))]  # fmt: skip
+"""A late backward has 4 at first and in the last block, and 10 in the first one."""
+REPLAYED = ((2, False, 4.0, 2.0), (1, True, 4.0, 4.0), (1, False, 10.0, 1.0), (0, True, 10.0, 10.0),
+            (0, False, 10.0, 0.0))  # fmt: skip
+"""The last block takes 6 of its own, which is no more than what is there in the first one."""
+
+
+def peak_of(pieces, choice):
+    measured = took("0F0 0B0", f0=(4, 4))
+    level = Level(max(highest for _, _, highest, _ in pieces), 0.0, 0.0, tuple(Piece(*piece) for piece in pieces))
+    measured = replace(measured, levels={**measured.levels, Action(0, Kind.BACKWARD, 0): level})
+    step = replace(step_of(actions("0F0 0B0"), {(0, 0): choice}), stages=tuple(UNLIKE))
+    return peak_bytes(step, 0, measured.beside(UNLIKE))
+
+
+@pytest.mark.parametrize(
+    ("choice", "peak"),
+    [
+        (LATE, 10),  # as it was measured
+        (LAST, 10),
+        (FIRST, 13 + 6),  # the first block is there, too
+        (KEPT, 15 - 2 + 6),
+    ],
+)
+def test_what_a_block_takes_of_its_own_comes_on_top_of_what_is_kept(choice, peak):
+    assert peak_of(REPLAYED, choice) == peak
+
+
+@pytest.mark.parametrize(("choice", "peak"), [(FIRST, 13 + 6), (KEPT, 15)])
+def test_what_only_a_replay_takes_is_not_taken_where_its_block_is_kept(choice, peak):
+    behind, replay, own, *others = REPLAYED
+    pieces = behind, (*replay[:2], own[2], replay[3]), (*own[:2], replay[2], own[3]), *others
+    assert peak_of(pieces, choice) == peak
+
+
+def test_pieces_that_are_not_one_block_after_the_other_say_nothing():
+    assert peak_of((REPLAYED[0], *REPLAYED[3:], *REPLAYED[1:3]), FIRST) == 13
 
 
 def test_a_recompute_that_was_none_takes_what_its_forward_took():

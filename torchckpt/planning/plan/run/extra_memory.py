@@ -4,8 +4,10 @@ This memory is gradients, messages in transit, losses, and the temporary memory 
 that recomputes everything. A step of a plan needs the same, with one exception: a region uses temporary bytes while it
 runs, and a kept region continues to hold most of them.
 
-Where blocks may go to a host, it is measured piece by piece (:class:`~torchckpt.planning.step.memory.Piece`): what is
-alive beside the extra memory of a block depends on where others leave and come back.
+A whole backward is measured piece by piece (:class:`~torchckpt.planning.step.memory.Piece`): a block whose backward
+takes much takes it beside all blocks before it that are kept, while the most that a backward takes may be elsewhere if
+all are recomputed. Where blocks may go to a host, a forward is measured so, too: what is alive beside the extra memory
+of a block depends on where others leave and come back.
 """
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from typing import NamedTuple
 
 from torchckpt.planning.order.schedule import Action, Kind, Schedule
 from torchckpt.planning.step.boundary import levels_of_places, places_of
-from torchckpt.planning.step.memory import Level
+from torchckpt.planning.step.memory import Level, uses_of
 from torchckpt.planning.step.simulated import Step
 from torchckpt.planning.work.block import Stage
 from torchckpt.planning.work.choice import Choices
@@ -100,7 +102,7 @@ def _pieces(
     action: Action, level: Level, counted: Mapping[int, Level], before: float
 ) -> Iterator[tuple[tuple[int, bool], ExtraMemory]]:
     """The extra memory of the pieces of an action, for the level of each of its blocks as it is ``counted``."""
-    if not counted.keys() <= {piece.block for piece in level.pieces}:
+    if [piece.block for piece in level.pieces if not piece.is_replay] != list(counted):  # one after the other
         return
     for block, is_replay, highest, left in level.pieces:
         if is_replay and action.kind is Kind.FORWARD:
@@ -152,6 +154,9 @@ def highest_bytes(step: Step, rank: int, beside: Mapping[Action, ExtraMemory]) -
         if at and pieces:
             by_block = [(place.boundary.block, level.highest) for place, level in zip(at, levels)]
             highest = before + max(_highest_of_pieces(action.kind, by_block, pieces, choice.recomputed))
+        elif pieces and action.kind is Kind.BACKWARD:
+            by_block = [(block, counted.left + use) for block, use in uses_of(stage, choice.late)]
+            highest = max(highest, before + max(_highest_of_pieces(action.kind, by_block, pieces, choice.late)))
         yield max(highest, counted_left + before + extra.enters)
         before, counted_left = before + extra.leaves, counted.left
 

@@ -54,6 +54,8 @@ class Fitted:
     """The budget of each rank."""
     peak_bytes: tuple[float, ...]
     """The peak of each rank, with its extra memory."""
+    least_bytes: float = 0.0
+    """The most of any rank if all is recomputed: no budget can be less. 0 if it is not known."""
 
     @property
     def fits(self) -> bool:
@@ -104,7 +106,8 @@ def fitted(
         if not tries.go_on(problem, tried.peak_bytes):
             break
         left = min(left - 1, _MORE_TRIES) if best is not least else left - 1
-    return _repaired(best, min(plans, key=lambda plan: plan.step_seconds), beside)
+    shortest = _repaired(best, min(plans, key=lambda plan: plan.step_seconds), beside)
+    return replace(shortest, least_bytes=max(least.peak_bytes))
 
 
 def _repaired(best: Fitted, shortest: PipelinePlan, beside: Mapping[Action, ExtraMemory]) -> Fitted:
