@@ -10,6 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from torchckpt.regions.devices import Clock
 from torchckpt.regions.live import LiveStorages
 from torchckpt.regions.moved.region import LEAST_BYTES
 from torchckpt.regions.moved.slot import stays
-from torchckpt.regions.private import after_backward, newest_node, number_of, put_under_modes
+from torchckpt.regions.private import after_backward, put_under_modes
 from torchckpt.regions.saved import storage_of, storages_of
 from torchckpt.tensors import tensors_in
 
@@ -39,6 +40,7 @@ class Kind(Enum):
     FORWARD = "forward"
     AFTER = "after a forward"
     REPLAY = "replay"
+    TAIL = "what a replay need not run"
     BACKWARD = "backward"
     FREED = "others let go of what calls have saved"
     END = "end of a backward pass"
@@ -95,10 +97,12 @@ class Counter:
         """What calls have saved that others held when the last one returned, as autocast holds the weights it casts."""
         self._late = 0
         """The place of the first moment that may begin when nobody holds all of that."""
-        self._newest: dict[int, int] = {}
-        """By call, the number of the autograd node that was the newest when it saved its last tensor."""
-        self._again: dict[int, int] = {}
-        """By call, the bytes of outputs that a replay makes as well, but for the size of the largest output."""
+        self._outputs: dict[int, int] = {}
+        """By call whose replay runs to its end, the bytes of its outputs that are no inputs."""
+        self._begun: dict[dist.ProcessGroup, int] = {}
+        """The collectives that had begun when a call last saved a tensor."""
+        self._communicates_last = False
+        """Whether the last call has communicated after that: another rank, which does not count, would stop there."""
         self._boundary: dict[int, int] = {}
         self._inputs = Inputs()
         self._is_in_backward = self._is_broken = False
@@ -124,7 +128,7 @@ class Counter:
         """Note the storages of a tensor that the frame of a call drops."""
         storages = storage_of(tensor)
         self._noted.setdefault(call, {}).update(storages)
-        self._newest[call] = newest_node()
+        self._begun = _begun_collectives()
         if not stays(tensor, LEAST_BYTES):
             self._going.update(storages)
 
@@ -139,8 +143,9 @@ class Counter:
         self._watch.in_backward, self._watch.before = self._settle, None
         begun, self._is_broken = _begun_collectives(), True
         yield
-        self._is_broken = False
-        self.groups |= {group for group, number in _begun_collectives().items() if number != begun.get(group, 0)}
+        now, self._is_broken = _begun_collectives(), False
+        self.groups |= {group for group, number in now.items() if number != begun.get(group, 0)}
+        self._communicates_last = now != self._begun
         self._note(Kind.AFTER, call)
 
     def stay(self, call: int, outputs: Any) -> None:
@@ -148,23 +153,27 @@ class Counter:
         tensors, noted = tensors_in(outputs), self._noted.get(call, {})
         sizes = storages_of(tensors)
         self._going.difference_update(sizes)
+        if not (self._is_blind or self._communicates_last):
+            self._outputs[call] = sum(sizes[key] for key in sizes.keys() - self._inputs.claimed)
         if self._is_blind or self._inner:
             return
-        early = [each for each in tensors if each.grad_fn and number_of(each.grad_fn) < self._newest.get(call, 0)]
-        again = storages_of(early).keys() | (sizes.keys() & noted.keys())
-        besides = sum(sizes.values()) - max(sizes.values(), default=0)  # what the last operation makes may be as large
-        self._again[call] = min(besides, sum(sizes[key] for key in again - self._inputs.claimed))
         saved = {*self._lasting, *noted} - self._inputs.claimed - sizes.keys()
         self._lasting = {storage for storage in saved if not storage.expired()}
         self._late, self._watch.before = len(self._moments) - 1, self._freed
 
     @contextmanager
     def replay(self, call: int, frame: Frame) -> Iterator[None]:
-        """A context around the replay of a call, which fills ``frame.recomputed``."""
+        """A context around the replay of a call, which fills ``frame.recomputed``. It shows what a forward takes that
+        holds what it saves, so it runs to its end; but a tail that communicates would wait for other ranks."""
         self._settle()
         self._in_backward()
         self._note(Kind.REPLAY, call)
-        yield
+        if call in self._outputs:
+            frame.tail = partial(self._note, Kind.TAIL, call)
+        try:
+            yield
+        finally:
+            frame.tail = None
         if self._is_blind:
             self._live.note([tensor for saved in frame.recomputed for tensor, _ in saved])
         self._note(Kind.BACKWARD, call)
@@ -189,7 +198,7 @@ class Counter:
         """What the step took, whose calls were all recomputed. Waits for the device."""
         seconds = self._clock.reader()
         moments = [moment._replace(seconds=seconds(moment.seconds)) for moment in self._moments]
-        return _took(moments, key, self._inner, self._boundary, self._again, self._late)
+        return _took(moments, key, self._inner, self._boundary, self._outputs, self._late)
 
     def _note(self, kind: Kind, call: int = -1) -> None:
         model = self._model() if self._sharded else None
@@ -247,7 +256,7 @@ def _took(
     key: Key,
     inner: Mapping[int, Inner],
     boundary: Mapping[int, int],
-    again: Mapping[int, int],
+    outputs: Mapping[int, int],
     late: int,
 ) -> Took:
     """What a step took, of its moments. The calls that were never replayed are never worth keeping."""
@@ -263,15 +272,15 @@ def _took(
     shared: list[list[tuple[float, float, float]]] = []
     for number, (_, layer, *shapes) in enumerate(key):
         (start, end), (replay, replayed) = part(Kind.FORWARD, number), part(Kind.REPLAY, number)
-        backward, done = part(Kind.BACKWARD, number)
+        (_, tail), (backward, done) = part(Kind.TAIL, number), part(Kind.BACKWARD, number)
         forward_seconds, replay_seconds = end.seconds - start.seconds, replayed.seconds - replay.seconds
         replay_seconds = min(replay_seconds, forward_seconds)  # which both run it
         is_replayed = (Kind.REPLAY, number) in places
         holds = inner.get(number, _NONE)
         alike = groups.setdefault((*shapes, *holds[:2]), []) if is_replayed else []
         alike.append((forward_seconds, replay_seconds * is_replayed, done.seconds - backward.seconds))
-        rises = replayed.highest_bytes - replay.left_bytes
-        rises = max(rises - again.get(number, 0), min(rises, holds.size))
+        rises = max(replayed.highest_bytes, tail.highest_bytes) - replay.left_bytes
+        rises -= min(outputs.get(number, 0), end.left_bytes - start.left_bytes)  # which the forward has made, too
         calls.append(Call(
             layer,
             *alike[-1],

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.helpers import assert_transparent, leaf
 from torchckpt import checkpoint
 from torchckpt.regions.core import frame as frames
+from torchckpt.regions.core.options import Options
 
 scale = torch.tensor(2.0)
 
@@ -154,3 +155,40 @@ def test_noise_that_is_saved_before_it_is_written(training):
     layer = nn.RReLU().train(training)
     assert_transparent(checkpoint, lambda x: layer(x * 2), leaf(64))
     assert_transparent(checkpoint, lambda x: torch.rrelu(x * 2, training=training), leaf(64))
+
+
+@pytest.mark.parametrize("raises", [False, True], ids=["", "that raises an error"])
+@pytest.mark.parametrize("early_stop", [True, False], ids=["", "to the end"])
+def test_where_somebody_asks_for_it_the_function_runs_on(early_stop, raises):
+    events, x = [], leaf(3, 4)
+
+    def function(x):
+        y = (x * scale).exp()
+        events.append("after")
+        if raises and early_stop and len(events) > 1:
+            raise ValueError("in its tail")
+        return y
+
+    region = frames.Frame(Options(early_stop=early_stop))
+    y = region.forward(function, (x,), {})
+    region.tail = lambda: events.append("tail")
+    y.sum().backward()
+    assert events == ["after", *["tail"] * early_stop, "after"]
+    assert torch.equal(x.grad, 2 * (x * scale).exp())
+
+
+def test_an_error_before_its_tail_is_one():
+    calls = []
+
+    def function(x):
+        calls.append(0)
+        if len(calls) > 1:
+            raise ValueError("before its tail")
+        return (x * scale).exp() + 1
+
+    region = frames.Frame(Options())
+    y = region.forward(function, (leaf(3, 4),), {})
+    region.tail = lambda: calls.append(1)
+    with pytest.raises(ValueError, match="before its tail"):
+        y.sum().backward()
+    assert calls == [0, 0]

@@ -89,6 +89,8 @@ class Frame:
         """The results that ``keep`` recorded in the forward, for the replay (kept.py)."""
         self.note: Callable[[Tensor], None] | None = None
         """Called with each tensor that the forward saves and drops; None: nothing is."""
+        self.tail: Callable[[], object] | None = None
+        """Called where the replay could stop, which then runs on to its end. None: it stops there."""
 
     def forward(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._call = Call(function, args, kwargs, self._options)
@@ -198,7 +200,8 @@ class Frame:
     def _replay(self, call: Call, slots: list[Slot]) -> SavedTensors:
         """Run the function again. Return the tensors that it saves, in the order of ``slots``, with their versions.
 
-        The last is followed by Stop, unless it is what the function returns: the exception would take longer.
+        The last is followed by Stop, unless it is what the function returns: the exception would take longer. With a
+        ``tail`` the function goes on; an error that it raises from then on is none.
         """
         total = len(slots)
         checked = self.checks
@@ -228,6 +231,9 @@ class Frame:
                         return saved
                 fresh.append((saved, saved._version))
                 if place + 1 < total or not stops or goes_on(tensor, sys._getframe(1), call.function):
+                    return saved
+                if self.tail is not None:
+                    self.tail()
                     return saved
             elif checked and not stops:
                 different.append(Difference(None, tensor, place_of(sys._getframe(1))))
