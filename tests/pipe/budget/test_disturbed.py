@@ -82,7 +82,7 @@ SECOND = [two_forwards, a_step_between, a_forward_in_a_step, an_old_backward, *s
 def peaks_of(pipe: Pipe, steps: list[Any]) -> list[int]:
     peaks = []
     for each in steps:
-        peaks.append(peak_bytes(lambda each=each: each(pipe)))
+        peaks.append(peak_bytes(lambda each=each: each(pipe), "cpu"))
         pipe.zero_grad()
     return peaks
 
