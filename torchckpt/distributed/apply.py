@@ -22,6 +22,7 @@ from torchckpt.distributed.private import (
     Live,
     finds_shapes,
     freed_in_a_step,
+    micro_batches_of,
     order_of,
     sends_objects,
     stages_of,
@@ -56,7 +57,7 @@ def schedule_of(live: Live) -> Schedule:
     """
     if isinstance(live, (ScheduleGPipe, Schedule1F1B)):
         make = gpipe if isinstance(live, ScheduleGPipe) else one_f_one_b
-        return make(stages_of(live)[0].num_stages, live._n_microbatches)
+        return make(stages_of(live)[0].num_stages, micro_batches_of(live))
     order = order_of(live)
     works = "schedule_of(ScheduleInterleaved1F1B(stages, n_microbatches=8, loss_fn=loss_fn))"
     rule = "the argument is no schedule of torch.distributed.pipelining that lists its order"
@@ -157,12 +158,14 @@ def recompute_ahead(
         return RecomputeWithin(schedule, plain, budget, host)
     if plan is not None:
         return RecomputeWithin(schedule, plain, plan_for(plan, plain))
-    choices, placed = exempted(plain, ahead(plain), *kept), plain
-    if costs is not None and not isinstance(costs, str):
-        placed = quickest(plain, choices, costs, link or 0.0)
-    elif segments != 0:
-        placed = with_recompute(plain, choices)
+    placed = plain if segments == 0 else _placed(plain, kept, None if isinstance(costs, str) else costs, link or 0.0)
     return RecomputeAhead(schedule, placed, segments, kept, is_measuring=costs == "measured")
+
+
+def _placed(schedule: Schedule, kept: Collection[Visit], costs: Stages | None, link: Links) -> Schedule:
+    """``schedule`` with its recomputes."""
+    choices = exempted(schedule, ahead(schedule), *kept)
+    return with_recompute(schedule, choices) if costs is None else quickest(schedule, choices, costs, link)
 
 
 def _traced_faults(live: Live, schedule: Schedule, kept: Collection[Visit]) -> Iterator[Fault]:

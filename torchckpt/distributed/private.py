@@ -32,6 +32,7 @@ __all__ = [
     "freed_in_a_step",
     "handing_over",
     "in_backward",
+    "micro_batches_of",
     "order_of",
     "raise_unless_supported",
     "sends_objects",
@@ -127,6 +128,11 @@ def split_at(stage: LiveStage, micro_batch: int, losses: Sequence[Any]) -> tuple
         outputs, inputs = stage.fwd_cache[micro_batch]
     roots = losses[micro_batch : micro_batch + 1] if stage.is_last else outputs
     return [getattr(root, "node", root) for root in roots], inputs[: len(stage.args_recv_info[micro_batch])]
+
+
+def micro_batches_of(live: Live) -> int:
+    """How many micro-batches a step of ``live`` has."""
+    return int(live._n_microbatches)
 
 
 def order_of(live: Live) -> dict[int, list[Any]]:

@@ -7,12 +7,12 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import gelu
 
 from tests.distributed.stages import SIZE, SPLIT, batch, parameters_of, schedule_on, stages_of, step
+from tests.own_memory import Nested, Plain, Spread
 from tests.settings import with_gloo
 from tests.slow import slow_but
-from torchckpt import BudgetInfeasible, checkpoint, checkpoint_module
+from torchckpt import BudgetInfeasible, checkpoint_module
 from torchckpt.distributed import phases, recompute_ahead
 
 pytestmark = [with_gloo, pytest.mark.usefixtures("alone")]
@@ -20,42 +20,12 @@ pytestmark = [with_gloo, pytest.mark.usefixtures("alone")]
 ROWS = 128
 
 
-class Plain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(SIZE, 8 * SIZE), nn.Linear(8 * SIZE, SIZE)
-
-    def inner(self, x):
-        return self.down(gelu(self.up(x)))
-
-    def forward(self, x):
-        return x + self.inner(x)
-
-
-class Nested(Plain):
-    """Saves little, and makes all that it saves in its backward."""
-
-    def forward(self, x):
-        return x + checkpoint(self.inner, x)
-
-
-class Spread(nn.Module):
-    """Saves little, and its backward has a large tensor of zeros; its forward has none."""
-
-    def __init__(self):
-        super().__init__()
-        self.part = nn.Linear(SIZE, SIZE)
-
-    def forward(self, x):
-        return x + self.part(x.expand(48, *x.shape)[0])
-
-
 class Stage(nn.Module):
     def __init__(self, *kinds):
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            self.blocks = nn.Sequential(*(kind() for kind in kinds))
+            self.blocks = nn.Sequential(*(kind(SIZE) for kind in kinds))
         for block in self.blocks:
             checkpoint_module(block)
 

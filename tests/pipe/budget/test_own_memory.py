@@ -4,44 +4,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import gelu
 
+from tests.own_memory import Nested, Plain, Spread
 from tests.pipe.budget.models import SIZE, WAYS, step
 from tests.slow import slow_but
-from torchckpt import BudgetInfeasible, Pipe, checkpoint
+from torchckpt import BudgetInfeasible, Pipe
 
 ROWS = 256
-
-
-class Plain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(SIZE, 8 * SIZE), nn.Linear(8 * SIZE, SIZE)
-
-    def inner(self, x):
-        return self.down(gelu(self.up(x)))
-
-    def forward(self, x):
-        return x + self.inner(x)
-
-
-class Nested(Plain):
-    """Saves little, and makes all that it saves in its backward."""
-
-    def forward(self, x):
-        return x + checkpoint(self.inner, x)
-
-
-class Spread(nn.Module):
-    """Saves little, and its backward has a large tensor of zeros; its forward has none."""
-
-    def __init__(self):
-        super().__init__()
-        self.part = nn.Linear(SIZE, SIZE)
-
-    def forward(self, x):
-        return x + self.part(x.expand(48, *x.shape)[0])
-
 
 MODELS = {
     "nested": ((Plain, Nested), [2]),
@@ -53,7 +22,7 @@ MODELS = {
 def stepped(name, way, budget):
     torch.manual_seed(0)
     kinds, balance = MODELS[name]
-    pipe = Pipe(nn.Sequential(*(kind() for kind in kinds)), balance, ["cpu"] * len(balance), 2, budget=budget)
+    pipe = Pipe(nn.Sequential(*(kind(SIZE) for kind in kinds)), balance, ["cpu"] * len(balance), 2, budget=budget)
     x = torch.randn(ROWS, SIZE)
     for _ in range(3):
         step(pipe, x, way)
