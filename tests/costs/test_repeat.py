@@ -8,7 +8,7 @@ from torch import nn
 from tests.costs.models import MODELS, WIDTH, Mlp, vector
 from torchckpt import checkpoint
 from torchckpt.costs import fake_mesh, pipeline_costs
-from torchckpt.costs.repeat import Repeats
+from torchckpt.costs.parts import Repeats
 
 
 class Counting(nn.Module):

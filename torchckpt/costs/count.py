@@ -20,8 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchckpt.costs.operation import AFTER, BEFORE, BOTH_GRADS, FORWARD, INPUT_GRAD, REPLAY, Ledger, storages_in
-from torchckpt.costs.parts import Parts
-from torchckpt.costs.repeat import Repeats
+from torchckpt.costs.parts import Parts, Repeats
 from torchckpt.modules import module_of
 from torchckpt.planning.work.block import Block
 from torchckpt.planning.work.collective import Collective
