@@ -184,7 +184,7 @@ def test_imports_go_down(module):
         ("pipe.balance", "from torchckpt.command import balance", ["pipe.balance imports command.balance"]),
         ("planning.order.schedule", "import torchckpt.features", ["planning.order.schedule imports features"]),
         ("planning.draw.svg", "from torchckpt.planning.plan import Stage", ["planning.draw.svg imports planning.plan"]),
-        ("graph.step.emit", "from torchckpt.graph.run import call", ["graph.step.emit imports graph.run.call"]),
+        ("graph.step.emit", "from torchckpt.graph.run import calls", ["graph.step.emit imports graph.run.calls"]),
     ],
 )
 def test_import_that_goes_up_is_found(module, source, found):
@@ -204,7 +204,7 @@ def test_import_that_goes_up_is_found(module, source, found):
             "graph.trace.capture",
             "from torchckpt.regions.flags import flags\nfrom torchckpt.regions import flags\nimport torch",
         ),
-        ("graph.run.in_place", "from torchckpt.regions.wrap.mixin import Mixin"),
+        ("graph.run.rematerialize", "from torchckpt.regions.wrap.mixin import Mixin"),
         (
             "regions.core.frame",
             "import torch\nfrom torchckpt.errors import Fault\nfrom . import slots\nfrom .. import flags",

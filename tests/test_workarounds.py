@@ -22,7 +22,7 @@ from tests.scripts import run
 from torchckpt.features import TESTED, release_of
 
 UNTIL = {
-    "torchckpt.graph.private.functional:_pass_notes_on": (2, 12),
+    "torchckpt.graph.private.trace:_pass_notes_on": (2, 12),
     "torchckpt.graph.private.trace:GRADIENTS_STAY": (2, 13),
     "torchckpt.regions.private:is_exporting": (2, 12),
     "torchckpt.tensors:_ATTENTION": (2, 15),

@@ -328,7 +328,7 @@ def test_help_has_examples_that_run(
 def test_each_policy_of_the_graph_is_in_the_help() -> None:
     """The command names them without an import of torch."""
     from torchckpt.command import fit
-    from torchckpt.graph.choose.keep import POLICIES
+    from torchckpt.graph.keep import POLICIES
 
     assert set(fit._POLICIES) == set(POLICIES)
     assert all(f"\n  {name} " in fit._EXAMPLES for name in POLICIES)

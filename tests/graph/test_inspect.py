@@ -12,8 +12,8 @@ from tests.graph.allocations import measured_peak
 from torchckpt.errors import ArgumentError
 from torchckpt.graph import region
 from torchckpt.graph.derive.gradient import gradient
-from torchckpt.graph.derive.inspect import separators, simulate
 from torchckpt.graph.derive.simplify import simplify
+from torchckpt.graph.inspect import separators, simulate
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from tests.graph.traced import joint_of, plan_of
 from tests.helpers import leaf
 from torchckpt.errors import ArgumentError
 from torchckpt.graph import mark
-from torchckpt.graph.choose.keep import POLICIES, Values, check_keep, kept_by, schedule_of
+from torchckpt.graph.keep import POLICIES, Values, check_keep, kept_by, schedule_of
 from torchckpt.planning.remat.flow.memory import simulate
 
 

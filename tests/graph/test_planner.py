@@ -10,7 +10,7 @@ from tests.helpers import leaf
 from tests.models.untuned import UNTUNED
 from torchckpt import graph
 from torchckpt.errors import ArgumentError, BudgetInfeasible
-from torchckpt.graph.choose.planner import GraphPlanner
+from torchckpt.graph.planner import GraphPlanner
 from torchckpt.planning.remat.plan import Plan
 from torchckpt.planning.remat.search import planner
 
@@ -130,7 +130,7 @@ def test_least_bytes_that_are_named_are_held(monkeypatch):
 
 def test_exact_search_is_made_where_the_planner_finds_nothing(monkeypatch):
     finds_nothing = lambda flow, budget, pinned, tell: planner.solution(flow, flow.eager)  # noqa: E731
-    monkeypatch.setattr("torchckpt.graph.choose.planner.fit", finds_nothing)
+    monkeypatch.setattr("torchckpt.graph.planner.fit", finds_nothing)
     plan = plan_of(chain, leaf(1000), budget="60%", exact=True)
     assert plan.peak_bytes <= plan.budget_bytes - 64
     with pytest.raises(BudgetInfeasible, match=r"the least found is 40\.08kB"):
@@ -170,7 +170,7 @@ def test_profiled_costs_are_seconds():
 def test_plan_that_was_made_before_saves_the_search(monkeypatch):
     x = leaf(1000)
     plan = plan_of(chain, x, budget="50%")
-    monkeypatch.setattr("torchckpt.graph.choose.planner.fit", None)
+    monkeypatch.setattr("torchckpt.graph.planner.fit", None)
     for keep in (plan, Plan.from_json(plan.to_json())):
         again = plan_of(chain, leaf(1000), keep=keep)
         assert again.schedule == plan.schedule

@@ -8,7 +8,7 @@ from torch import nn
 from tests.graph.traced import joint_of
 from tests.helpers import leaf
 from torchckpt.graph import mark, region
-from torchckpt.graph.choose.keep import Value, Values
+from torchckpt.graph.keep import Value, Values
 
 
 class Net(nn.Module):

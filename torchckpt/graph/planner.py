@@ -7,7 +7,7 @@ from functools import cached_property
 from torch import fx
 
 from torchckpt.errors import BudgetInfeasible, Fault, check, raise_fault
-from torchckpt.graph.choose.keep import Keep, Values, check_keep, kept_by, schedule_of
+from torchckpt.graph.keep import Keep, Values, check_keep, kept_by, schedule_of
 from torchckpt.graph.private.trace import input_place
 from torchckpt.graph.progress import Watch
 from torchckpt.graph.step.costs import Cost, Costs, Measure, cost_of

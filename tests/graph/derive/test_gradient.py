@@ -19,8 +19,8 @@ from torchckpt import graph
 from torchckpt.errors import ArgumentError, CaptureError
 from torchckpt.graph import mark, region
 from torchckpt.graph.derive.gradient import gradient
-from torchckpt.graph.derive.inspect import simulate
 from torchckpt.graph.derive.simplify import simplify
+from torchckpt.graph.inspect import simulate
 
 Pair = namedtuple("Pair", "loss rest")
 

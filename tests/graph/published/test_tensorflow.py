@@ -16,7 +16,7 @@ from tests.helpers import assert_equal
 from torchckpt.errors import ArgumentError
 from torchckpt.graph import mark
 from torchckpt.graph.derive.gradient import gradient, gradients
-from torchckpt.graph.derive.inspect import simulate
+from torchckpt.graph.inspect import simulate
 
 MEGABYTE = 1_000_000
 

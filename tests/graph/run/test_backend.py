@@ -17,7 +17,7 @@ from tests.slow import slow
 from torchckpt import graph
 from torchckpt.errors import ArgumentError, BudgetInfeasible, CaptureError
 from torchckpt.graph.annotations import mark_of, module_of, regions_of
-from torchckpt.graph.choose.planner import GraphPlanner
+from torchckpt.graph.planner import GraphPlanner
 from torchckpt.graph.run.backend import Backend, backend
 from torchckpt.planning.remat.flow.late import late
 from torchckpt.planning.remat.flow.memory import simulate

@@ -3,6 +3,6 @@
     gradient          what users call: ``gradient``, ``gradients``
     adjoint           the graph of a derivative
     derivative        what is differentiated, and how it is traced
-    inspect, simplify    separators and simulation; fewer operations for the same values
+    simplify          fewer operations for the same values
 """
 __all__: list[str] = []

@@ -14,9 +14,9 @@ from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import ArgumentError, Fault, called, raise_fault
-from torchckpt.graph.choose.keep import Keep
-from torchckpt.graph.choose.planner import GraphPlanner
 from torchckpt.graph.derive.derivative import Derivative
+from torchckpt.graph.keep import Keep
+from torchckpt.graph.planner import GraphPlanner
 from torchckpt.graph.private.runtime import storage_number
 from torchckpt.graph.private.surroundings import without_autocast
 from torchckpt.graph.step.emit import emit_one

@@ -14,9 +14,8 @@ from torch.utils import _pytree as pytree
 from torchckpt.errors import CaptureError, Fault, brief, check
 from torchckpt.features import GRAPH
 from torchckpt.graph.annotations import Tracing, mark_of, named_modules
-from torchckpt.graph.private.functional import backward_of, functional
 from torchckpt.graph.private.surroundings import without_autocast
-from torchckpt.graph.private.trace import require
+from torchckpt.graph.private.trace import backward_of, functional, require
 from torchckpt.graph.progress import Watch
 from torchckpt.graph.trace.capture import explained
 from torchckpt.graph.trace.reason import check_bare

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from torchckpt.errors import Fault, called, check, raise_fault
-from torchckpt.graph.choose.keep import Keep
 from torchckpt.graph.derive.adjoint import planned, planner_of
 from torchckpt.graph.derive.derivative import Marks, Primal, derivative_of, gradients_of, is_real
+from torchckpt.graph.keep import Keep
 
 __all__ = ["gradient", "gradients"]
 
@@ -105,7 +105,7 @@ def gradients(
             outputs of convolutions and matrix products. ``"collection"``: values marked by
             :func:`~torchckpt.graph.annotations.mark`. Names of marks and modules, in full, as patterns, or in part;
             tensors of ``inputs`` may be among them, and are ignored. A function that takes a
-            :class:`~torchckpt.graph.choose.keep.Value` and returns a bool. None: all values outside of regions.
+            :class:`~torchckpt.graph.keep.Value` and returns a bool. None: all values outside of regions.
             ``fn``'s outputs are not kept.
 
     Returns:

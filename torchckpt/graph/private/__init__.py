@@ -1,7 +1,6 @@
 """Private: all names of torch that the graph level uses and that are private, or new in some release.
 
-    trace             a call and its derivatives as one graph
-    functional        a function of tensors as one graph without in-place operators
+    trace             a call and its derivatives as one graph; a function of tensors as one without in-place operators
     dynamo            graphs of ``torch.compile``, run by operator or compiled by Inductor
     witness           tensors that outlive a trace; random numbers that it would freeze
     surroundings      settings of torch during a trace

@@ -1,8 +1,7 @@
 """The step as users call it.
 
-    rematerialize     a module or function, traced and planned
-    in_place          a module, in place
-    calls, call       its traces; one call, and its plan as a backward runs it
+    rematerialize     a module or function, traced and planned; a module, in place
+    calls             its traces; one call, and its plan as a backward runs it
     backend           for ``torch.compile``
 """
 __all__: list[str] = []

@@ -21,8 +21,8 @@ from torch.utils import _pytree as pytree
 from torchckpt.errors import ArgumentError, CaptureError, CheckpointError, Fault, called, raise_fault
 from torchckpt.features import GRAPH, INDUCTOR
 from torchckpt.graph.annotations import hide_marks, restore_marks
-from torchckpt.graph.choose.keep import Keep
-from torchckpt.graph.choose.planner import Costs, GraphPlanner
+from torchckpt.graph.keep import Keep
+from torchckpt.graph.planner import Costs, GraphPlanner
 from torchckpt.graph.private.dynamo import break_of, by_inductor, by_operator, compile_lock, outer_frame, refreshed
 from torchckpt.graph.private.runtime import storage_number
 from torchckpt.graph.private.trace import require

@@ -1,9 +1,9 @@
-"""Calls: all calls of one module, traced once for each kind of inputs."""
+"""Calls: all calls of one module, traced once for each kind of inputs, and run from the trace afterwards."""
 from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -12,17 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import CheckpointError, Fault, brief, called, raise_fault
-from torchckpt.graph.annotations import is_tracing
-from torchckpt.graph.choose.planner import GraphPlanner
+from torchckpt.errors import CaptureError, CheckpointError, Fault, brief, called, raise_fault
+from torchckpt.graph.annotations import is_tracing, named_modules
+from torchckpt.graph.planner import GraphPlanner
+from torchckpt.graph.private.dynamo import compiling_whole, recompile_limit_hit
 from torchckpt.graph.private.runtime import is_transformed
-from torchckpt.graph.progress import log, stopwatch
-from torchckpt.graph.run.backend import Backend
-from torchckpt.graph.run.call import Call, CompiledCall, inputs_of, state_of
-from torchckpt.graph.trace.capture import TRACE_LOCK
+from torchckpt.graph.progress import log, log_unread, stopwatch
+from torchckpt.graph.run.backend import Backend, version_of
+from torchckpt.graph.step.partial import Unread, narrowed
+from torchckpt.graph.trace.capture import TRACE_LOCK, Capture, Halves
 from torchckpt.graph.trace.free_variables import FreeVariables
-from torchckpt.graph.trace.guard import changed, guard_of
+from torchckpt.graph.trace.guard import argument_names, changed, guard_of, places_of
 from torchckpt.graph.trace.reason import check_bare, reason_of, warn_of_retraces
+from torchckpt.graph.trace.side_effects import restoring_modules
 from torchckpt.planning.budget import read
 from torchckpt.planning.remat.plan import Plan
 
@@ -140,8 +142,8 @@ class Calls:
 
     def _known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | object | None:
         """The traced call; ``_NEW`` if it must be traced first; None if the module must run as it is."""
-        state = state_of(self.model)
-        tensors = inputs_of(state, pytree.tree_leaves((args, kwargs)))
+        state = _state_of(self.model)
+        tensors = _inputs_of(state, pytree.tree_leaves((args, kwargs)))
         if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
             return None
         try:
@@ -155,7 +157,7 @@ class Calls:
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
         check_bare(self.model)
-        state = state_of(self.model)
+        state = _state_of(self.model)
         self._outside = outside = FreeVariables(self.model)  # search again: objects may have been replaced
         guard = guard_of(self.model, state, args, kwargs, outside.now())
         known = guard.without(self.model, self._ignored)
@@ -170,7 +172,7 @@ class Calls:
         self._ignored.update(changed(self.model, guard, after))
         self.known[guard.without(self.model, self._ignored)] = call
         warn_of_retraces(self.model, tuple(self.known), args, kwargs)
-        return self._bound(call, inputs_of(state, pytree.tree_leaves((args, kwargs))), args, kwargs)
+        return self._bound(call, _inputs_of(state, pytree.tree_leaves((args, kwargs))), args, kwargs)
 
     def _bound(
         self, call: Call | CompiledCall, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -239,3 +241,122 @@ def _instead(function: str, example: tuple[Any, ...]) -> str | None:
         return f"graph.{function}(model, example_kwargs=example)"
     budgets = [value for value in example if isinstance(value, str) and read(value) is not None]
     return f"graph.{function}(model, inputs, budget={budgets[0]!r})" if budgets else None
+
+
+# one call -------------------------------------------------------------------------------------------------------------
+
+
+class Call:
+    """A traced call of a model, for one kind of inputs; what runs is ``run``: ``model`` itself, or a module that shares
+    its contents."""
+
+    def __init__(
+        self, model: nn.Module, run: nn.Module, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any],
+        planner: GraphPlanner,
+    ) -> None:
+        self._model, self._run, self._names = model, run, names
+        leaves, self._structure = pytree.tree_flatten((args, kwargs))
+        self._leaves = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # keeps no tensor alive
+        tensors = _inputs_of(_state_of(model), leaves)
+        self._places = places_of(tensors[: len(names)], tensors[len(names) :])
+        self._firsts = [self._places.index(place) for place in range(max(self._places, default=-1) + 1)]
+        paths = (path for path, leaf in argument_names(args, kwargs) if isinstance(leaf, Tensor))
+        data = dict(zip(self._places[len(names) :], paths))
+        planner.inputs = frozenset(data)
+        self.halves = Halves(planner.cost, planner, planner.replay, self._note)
+        distinct = [tensors[first] for first in self._firsts]
+        with restoring_modules(model), planner.watch.tracing(type(model).__name__) as tell:
+            self._capture = Capture(self._function, distinct, data, self.halves, tell)
+        self._capture.witness.refuse_left()
+        plan: Plan | None = getattr(planner, "plan", None)
+        self._plans = {Unread(): plan}  # by what a backward went without
+        self._noted = {Unread().missing}
+        self.planning_seconds = planner.watch.planning_seconds
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan, as the latest backward ran it; None where nothing is differentiated."""
+        unread, whole = self.halves.unread, self._plans[Unread()]
+        if whole is not None and unread not in self._plans:
+            self._plans[unread] = narrowed(self.halves.joint, whole, unread)
+        return self._plans[unread]
+
+    def _note(self, unread: Unread) -> None:
+        """Log a backward the first time that it goes without these gradients."""
+        if unread.missing not in self._noted:
+            self._noted.add(unread.missing)
+            log_unread(self._model, len(unread.missing), lambda: self.plan)
+
+    def __call__(self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the call. ``tensors`` are the parameters and buffers, then the tensors among the arguments."""
+        outputs, replaced = self._capture([tensors[first] for first in self._firsts])
+        if replaced:
+            with TRACE_LOCK.calling():  # a trace at the same time would undo this
+                for name, value in replaced.items():
+                    owner, _, buffer = name.rpartition(".")
+                    setattr(self._model.get_submodule(owner), buffer, value)
+        return outputs
+
+    def _function(self, *tensors: Tensor) -> Any:
+        every = [tensors[place] for place in self._places]
+        state, data = dict(zip(self._names, every)), iter(every[len(self._names) :])
+        leaves = [next(data) if leaf is Tensor else leaf for leaf in self._leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
+        replaced: dict[str, Tensor] = {}
+        with named_modules(self._run, lambda: replaced.update(_replaced(self._run, state))):
+            return torch.func.functional_call(self._run, state, args, kwargs), replaced
+
+
+class CompiledCall:
+    """A call compiled by Dynamo and Inductor, which choose the compiled code by the arguments of each call."""
+
+    def __init__(self, model: nn.Module, backend: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._run = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+        with torch.random.fork_rng(), _keeping_buffers(model), compiling_whole():
+            self._run(*args, **kwargs)
+        self.plan: Plan | None = backend.plans[-1] if backend.plans else None
+        self.planning_seconds = backend.planning_seconds
+
+    def __call__(self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return self._run(*args, **kwargs)
+        except recompile_limit_hit():  # something else has changed that Dynamo looks at, as its own reset
+            with compiling_whole():
+                return self._run(*args, **kwargs)
+
+
+@contextmanager
+def _keeping_buffers(model: nn.Module) -> Iterator[None]:
+    """Run a forward inside this context; afterwards ``model`` has its buffers, with their values. One that was not
+    changed is not written to: graphs that saved it wait for their backward."""
+    owned = [(module, dict(module._buffers)) for module in model.modules()]
+    before = [(buffer, version_of(buffer), buffer.detach().clone()) for buffer in model.buffers()]
+    yield
+    for module, buffers in owned:
+        module._buffers.update(buffers)
+    with torch.no_grad():
+        for buffer, version, value in before:
+            if version_of(buffer) != version:
+                buffer.copy_(value)
+
+
+def _replaced(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The new values, by name, of buffers that the forward has replaced, as in ``self.mean = ...``."""
+    now = {name: buffer for name, buffer in model.named_buffers() if state.get(name, buffer) is not buffer}
+    for name, buffer in now.items():
+        before = state[name]
+        if (before.shape, before.dtype) != (buffer.shape, buffer.dtype):
+            rule = "the forward replaces a buffer by one of another shape or dtype"
+            received = f"{name}: {tuple(before.shape)} became {tuple(buffer.shape)}"
+            raise CaptureError(str(Fault(rule, received, f"self.{name}.copy_(value)")))
+    return {name: buffer.detach() for name, buffer in now.items()}
+
+
+def _state_of(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers by name."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _inputs_of(state: dict[str, Tensor], leaves: Sequence[Any]) -> list[Tensor]:
+    """The tensors that a trace takes: the state, then the tensors among the arguments."""
+    return [*state.values(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]

@@ -7,8 +7,8 @@ without these operations. The other operations keep their order.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import get_ident
 from typing import Any, TypeAlias
@@ -21,9 +21,10 @@ from torchckpt.graph.private.runtime import is_freed, lasting
 from torchckpt.graph.private.trace import backward_node, output_places, retainable, tangent_places
 from torchckpt.graph.step.emit import Emitter, forward_of
 from torchckpt.graph.step.joint import Joint, is_sum, reached
-from torchckpt.planning.remat.flow.dataflow import Schedule
+from torchckpt.planning.remat.flow.dataflow import Operation, Schedule
+from torchckpt.planning.remat.plan import Plan
 
-__all__ = ["Absent", "Backward", "PartialBackwards", "Unread", "UnusedOutputs"]
+__all__ = ["Backward", "PartialBackwards", "Unread", "UnusedOutputs", "narrowed"]
 
 Backward = Callable[[list[Any]], Sequence[Any]]
 """Takes one list, the saved values and then the gradients of the outputs, and empties it."""
@@ -113,7 +114,7 @@ class PartialBackwards:
 
     def _emitted(self, missing: frozenset[fx.Node]) -> Backward | None:
         forward = forward_of(self._joint, self._schedule[: self._boundary])
-        emitter = _Without(self._joint, forward, Absent(self._joint, missing))
+        emitter = _Without(self._joint, forward, _Absent(self._joint, missing))
         emitter.run(self._schedule[self._boundary :])
         gradients = self._joint.outputs[self._joint.forward_outputs :]
         module = emitter.finish(emitter.resolve(gradients), "PartialBackward")
@@ -130,7 +131,7 @@ class PartialBackwards:
         return run
 
 
-class Absent:
+class _Absent:
     """Nodes to leave out. ``nodes`` depend only on ``missing`` gradients; ``same`` maps a sum of two gradients, one of
     which is absent, to the other one."""
 
@@ -159,7 +160,7 @@ class Absent:
 class _Without(Emitter):
     """Emits a backward without the absent nodes. An operation that still reads one of them gets zeros."""
 
-    def __init__(self, joint: Joint, before: Emitter, absent: Absent) -> None:
+    def __init__(self, joint: Joint, before: Emitter, absent: _Absent) -> None:
         super().__init__(joint, [node for node in joint.tangents if node not in absent.nodes], before)
         self._absent = absent
 
@@ -202,3 +203,83 @@ def _zeros(
 ) -> Tensor:
     """Zeros with the strides of the gradient that they replace, which may be an expanded scalar."""
     return torch.zeros(size, dtype=dtype, device=device).as_strided(shape, stride, offset)
+
+
+# its plan -------------------------------------------------------------------------------------------------------------
+
+
+def narrowed(joint: Joint, plan: Plan, unread: Unread) -> Plan:
+    """The part of ``plan`` that a backward runs without what is ``unread``.
+
+    The forward stays that of all outputs, since a loss may read them at the next call. What it saves for the missing
+    gradients alone is freed when the backward starts.
+    """
+    flow, narrow = plan.flow, _Narrow(joint, plan, unread.missing)
+    staying = flow.results.intersection(flow.operations[flow.forward].writes)  # gradients of outputs, before torch 2.13
+    results = narrow.stand_ins(flow.results) - unread.released | staying
+    steps = narrow.live_steps(results)
+    kept = sorted(set(steps))
+    place = {index: position for position, index in enumerate(kept)}
+    operations = tuple(narrow.operations[index] for index in kept)
+    passing = flow.forward_results | unread.released & flow.results
+    flow = replace(flow, operations=operations, results=results, forward_results=passing)
+    paths = tuple(plan.paths[index] for index in kept)
+    return replace(plan, flow=flow, schedule=tuple(place[index] for index in steps), paths=paths, whole=plan)
+
+
+class _Narrow:
+    """The operations that are left, by their index in ``joint``, and what stands for the storages of the others."""
+
+    def __init__(self, joint: Joint, plan: Plan, missing: frozenset[fx.Node]) -> None:
+        self._joint, self._plan, self._absent = joint, plan, _Absent(joint, missing)
+        self.operations: dict[int, Operation] = {}
+        arrived = frozenset[int]().union(*(joint.storages[node] for node in joint.tangents if node not in missing))
+        absent = frozenset[int]().union(*(joint.storages[node] for node in missing)) - arrived
+        self._stands: dict[int, frozenset[int]] = dict.fromkeys(absent, frozenset())
+        for index, node in enumerate(joint.nodes):
+            operation = self._operation(plan.flow.operations[index], node)
+            if operation is not None:
+                self.operations[index] = operation
+
+    def stand_ins(self, storages: Iterable[int]) -> frozenset[int]:
+        """``storages`` without those of absent values; a sum with one absent part is its other part."""
+        return frozenset[int]().union(*(self._stands.get(storage, {storage}) for storage in storages))
+
+    def live_steps(self, results: frozenset[int]) -> Sequence[int]:
+        """The steps of the plan but those of its backward that make nothing that is read."""
+        schedule, boundary = self._plan.schedule, self._plan.boundary
+        first = {schedule[step]: step for step in reversed(range(len(schedule)))}
+        needed, live = set(results), []
+        for step in reversed(range(len(schedule))):
+            index = schedule[step]
+            if index not in self.operations:
+                continue
+            is_first, node = first[index] == step, self._joint.nodes[index]
+            run = self.operations[index] if is_first else self.operations[index].repeat
+            makes = needed.intersection(run.writes) - (frozenset() if is_first else results)
+            if makes or step < boundary or (is_first and (node is None or node.is_impure())):
+                live.append(index)
+                needed -= makes
+                needed.update(run.reads)
+        return live[::-1]
+
+    def _operation(self, operation: Operation, node: fx.Node | None) -> Operation | None:
+        """``operation`` without its absent inputs. None, if it does not run."""
+        if node is None:  # autograd makes zeros of missing gradients, while all that was saved is still there
+            return replace(operation, reads=self._plan.memory.saved)
+        reads, absent = tuple(self.stand_ins(operation.reads)), self._absent
+        if node in absent.nodes:
+            self._stands.update(dict.fromkeys(operation.writes, frozenset()))
+            return None
+        if absent.is_copied(node):
+            return replace(operation, reads=reads, workspace_bytes=0)
+        if node in absent.same:
+            self._stands.update(dict.fromkeys(operation.writes, frozenset(reads)))
+            return None
+        more = sum(absent.bytes_of(source) for source in node.all_input_nodes if source in absent.nodes)  # zeros
+        if self._joint.sums.get(node) in absent.same:  # it is not added in place
+            more += absent.bytes_of(node)
+        again = operation.substitute and self._operation(operation.substitute, node)
+        return replace(
+            operation, reads=reads, workspace_bytes=operation.workspace_bytes + more, substitute=again
+        )
