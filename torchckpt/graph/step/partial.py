@@ -24,7 +24,7 @@ from torchckpt.graph.step.joint import Joint, is_sum, reached
 from torchckpt.planning.remat.flow.dataflow import Operation, Schedule
 from torchckpt.planning.remat.plan import Plan
 
-__all__ = ["Backward", "PartialBackwards", "Unread", "UnusedOutputs", "narrowed"]
+__all__ = ["Backward", "Backwards", "Unread", "narrowed"]
 
 Backward = Callable[[list[Any]], Sequence[Any]]
 """Takes one list, the saved values and then the gradients of the outputs, and empties it."""
@@ -46,12 +46,15 @@ class Unread:
     released: frozenset[int] = frozenset()
 
 
-class UnusedOutputs:
-    """Finds out, for each backward, which gradients of outputs are missing."""
+class Backwards:
+    """The backwards of a joint graph: ``whole``, for the gradients of all outputs, and those for missing gradients, each
+    emitted when it is first needed. The placeholders of ``whole`` name the arguments of all."""
 
-    def __init__(self, joint: Joint) -> None:
+    def __init__(self, joint: Joint, schedule: Schedule, boundary: int, whole: fx.GraphModule) -> None:
+        self._joint, self._schedule, self._boundary = joint, schedule, boundary
+        self._takes = [str(node.target) for node in whole.graph.find_nodes(op="placeholder")]
+        self._emitted: dict[frozenset[fx.Node], Backward | None] = {}  # by the gradients that are missing
         self._places = tangent_places(joint.module.graph)
-        self._gradients = len(joint.outputs) - joint.forward_outputs
         self._outputs = output_places(joint.module.graph)
         self._roots = [joint.storages.get(node, frozenset[int]()) for node in joint.outputs[: joint.forward_outputs]]
         self._arrived: dict[int, tuple[set[int], _Storages]] = {}  # by thread: autograd has one for each device
@@ -59,26 +62,28 @@ class UnusedOutputs:
     def watch(self, outputs: Sequence[Any]) -> None:
         """Record at each backward which gradients of ``outputs`` arrive. Also allow ``retain_graph=True``."""
         tensors = {number: output for number, output in enumerate(outputs) if isinstance(output, Tensor)}
-        nodes = {backward_node(tensor, self._gradients) for tensor in tensors.values()} - {None}
+        gradients = len(self._joint.outputs) - self._joint.forward_outputs
+        nodes = {backward_node(tensor, gradients) for tensor in tensors.values()} - {None}
         places = self._outputs.items() if nodes else ()
         storages = {place: lasting(tensors[number]) for place, number in places if number in tensors}
         for node in nodes:
             retainable(node)
             node.register_prehook(partial(self._arrive, storages))
 
-    def missing(self) -> tuple[frozenset[fx.Node], _Storages]:
-        """The placeholders of output gradients that are missing in this thread's present backward; and its outputs."""
-        if get_ident() not in self._arrived:
-            return frozenset(), {}
-        arrived, storages = self._arrived.pop(get_ident())
-        return frozenset(tangent for tangent, place in self._places.items() if place not in arrived), storages
+    def run(self, whole: Backward, arguments: list[Any]) -> tuple[Sequence[Any], Unread]:
+        """Run ``whole``, or the part of it for the gradients that have arrived in this thread's present backward.
 
-    def released(self, missing: Set[fx.Node], storages: _Storages) -> frozenset[int]:
-        """The storages of outputs that have no gradient, and that nobody holds any more."""
-        read = {place for tangent, place in self._places.items() if tangent not in missing}
-        freed = [place for place, storage in storages.items() if place not in read and is_freed(storage)]
-        none = frozenset[int]()
-        return none.union(*map(self._roots.__getitem__, freed)).difference(*map(self._roots.__getitem__, read))
+        That gets the same list. If it would need values that are not in it, ``whole`` gets zeros.
+        """
+        arrived, storages = self._arrived.pop(get_ident(), (set(self._places.values()), {}))
+        missing = frozenset(tangent for tangent, place in self._places.items() if place not in arrived)
+        if missing and missing not in self._emitted:
+            self._emitted[missing] = self._emit(missing)
+        part = self._emitted.get(missing)
+        if part is None:
+            return whole(arguments), Unread()
+        gradients = part(arguments)
+        return gradients, Unread(missing, self._released(missing, storages))
 
     def _arrive(self, storages: _Storages, gradients: Sequence[Any]) -> None:
         # Not a post-hook: autograd would keep all arrived gradients alive for it.
@@ -89,30 +94,14 @@ class UnusedOutputs:
         arrived = {place for place, gradient in enumerate(gradients) if gradient is not None}
         self._arrived[get_ident()] = arrived, storages
 
+    def _released(self, missing: Set[fx.Node], storages: _Storages) -> frozenset[int]:
+        """The storages of outputs that have no gradient, and that nobody holds any more."""
+        read = {place for tangent, place in self._places.items() if tangent not in missing}
+        freed = [place for place, storage in storages.items() if place not in read and is_freed(storage)]
+        none = frozenset[int]()
+        return none.union(*map(self._roots.__getitem__, freed)).difference(*map(self._roots.__getitem__, read))
 
-class PartialBackwards:
-    """The backwards of a joint graph for missing gradients of outputs, each emitted when it is first needed.
-
-    Args:
-        whole: the backward for all gradients; its placeholders name the arguments.
-    """
-
-    def __init__(self, joint: Joint, schedule: Schedule, boundary: int, whole: fx.GraphModule) -> None:
-        self._joint, self._schedule, self._boundary = joint, schedule, boundary
-        self._takes = [str(node.target) for node in whole.graph.find_nodes(op="placeholder")]
-        self._known: dict[frozenset[fx.Node], Backward | None] = {}
-
-    def without(self, missing: Set[fx.Node]) -> Backward | None:
-        """The backward without these gradients of outputs. It takes the same list as the whole backward.
-
-        None, if it would need values that are not in that list: the whole backward then gets zeros.
-        """
-        key = frozenset(missing)
-        if key not in self._known:
-            self._known[key] = self._emitted(key)
-        return self._known[key]
-
-    def _emitted(self, missing: frozenset[fx.Node]) -> Backward | None:
+    def _emit(self, missing: frozenset[fx.Node]) -> Backward | None:
         forward = forward_of(self._joint, self._schedule[: self._boundary])
         emitter = _Without(self._joint, forward, _Absent(self._joint, missing))
         emitter.run(self._schedule[self._boundary :])

@@ -23,7 +23,7 @@ from torchckpt.graph.private.witness import Witness
 from torchckpt.graph.step.costs import CostOf
 from torchckpt.graph.step.emit import emit
 from torchckpt.graph.step.joint import Joint, added_in_place, joint_of
-from torchckpt.graph.step.partial import Backward, PartialBackwards, Unread, UnusedOutputs
+from torchckpt.graph.step.partial import Backward, Backwards, Unread
 from torchckpt.graph.trace.guard import WITHOUT_CACHE, constant_of, is_cache
 from torchckpt.planning.remat.flow.dataflow import Schedule
 from torchckpt.planning.remat.flow.memory import simulate
@@ -136,32 +136,27 @@ class Halves:
         self, cost: CostOf, choose: Choose, replay: bool = False, note: Callable[[Unread], None] = lambda unread: None
     ) -> None:
         self._cost, self._choose, self._replay, self._note = cost, choose, replay, note
-        self._outputs: UnusedOutputs | None = None  # None if nothing is differentiated
+        self._backwards: Backwards | None = None  # None if nothing is differentiated
 
     def watch(self, outputs: Sequence[Any]) -> None:
         """Record which gradients of the call's ``outputs`` arrive in its backwards."""
-        if self._outputs is not None:
-            self._outputs.watch(outputs)
+        if self._backwards is not None:
+            self._backwards.watch(outputs)
 
     def partition(
         self, module: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **ignored: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The forward and the backward of the schedule that is chosen for a joint graph."""
         self.joint = added_in_place(joint_of(module, num_fwd_outputs, self._cost, self._replay))
-        self._outputs = UnusedOutputs(self.joint)
         schedule = self._choose(self.joint)
         boundary = simulate(self.joint.flow, schedule).boundary
         forward, backward = emit(self.joint, schedule, boundary)
-        self._partial = PartialBackwards(self.joint, schedule, boundary, backward)
+        self._backwards = Backwards(self.joint, schedule, boundary, backward)
         return forward, backward
 
     def backward(self, whole: Backward, arguments: list[Any]) -> Sequence[Any]:
         """Run ``whole``, the second graph, or the part of it for the gradients that have arrived."""
-        outputs = cast(UnusedOutputs, self._outputs)
-        missing, returned = outputs.missing()
-        partial = self._partial.without(missing) if missing else None
-        gradients = (partial or whole)(arguments)
-        self.unread = Unread(missing, outputs.released(missing, returned)) if partial else Unread()
+        gradients, self.unread = cast(Backwards, self._backwards).run(whole, arguments)
         self._note(self.unread)
         return gradients
 
