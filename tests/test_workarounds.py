@@ -198,7 +198,7 @@ WORKAROUNDS = {
     "torchckpt.graph.private.trace:retainable": a_traced_backward_cannot_retain_its_graph,
     "torchckpt.graph.run.backend:_SameOverlaps": a_compiled_call_does_not_see_that_inputs_overlap,
     "torchckpt.graph.step.repeat:as_eager_runs": a_traced_dropout_rounds_its_scale_otherwise,
-    "torchckpt.graph.step.partial:UnusedOutputs": a_traced_backward_makes_zeros_of_missing_gradients,
+    "torchckpt.graph.step.halves:Halves": a_traced_backward_makes_zeros_of_missing_gradients,
     "torchckpt.regions.private:keep_from_dynamo": torch_compiler_imports_dynamo_to_disable_it,
 }
 """By workaround, what torch does without it."""

@@ -7,7 +7,8 @@ import torch
 from torchckpt import graph
 from torchckpt.graph.step.compiled import Fusion
 from torchckpt.graph.step.costs import roofline
-from torchckpt.graph.trace.capture import Capture, Halves
+from torchckpt.graph.step.halves import Halves
+from torchckpt.graph.trace.capture import Capture
 from torchckpt.planning.remat.flow.late import late
 from torchckpt.planning.remat.flow.memory import simulate
 

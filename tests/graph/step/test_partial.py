@@ -11,7 +11,7 @@ from tests.graph.eager import measured_peak
 from tests.graph.traced import Function
 from tests.helpers import assert_equal, leaf
 from torchckpt import graph
-from torchckpt.graph.step.partial import Backwards
+from torchckpt.graph.step.halves import Halves
 
 pytestmark = pytest.mark.usefixtures("quick_planner")
 A_LOSS_BYTES = 64
@@ -146,8 +146,8 @@ def test_no_more_bytes_than_planned(used, share):
 
 
 def test_one_is_emitted_for_each_choice_and_no_more(monkeypatch):
-    emitted, before = [], Backwards._emit
-    monkeypatch.setattr(Backwards, "_emit", lambda self, key: emitted.append(len(key)) or before(self, key))
+    emitted, before = [], Halves._emit
+    monkeypatch.setattr(Halves, "_emit", lambda self, key: emitted.append(len(key)) or before(self, key))
     model = Heads(torch.sin, torch.cos, torch.tanh)
     step, x = graph.rematerialize(model), leaf(4, 8)
     for used in [(0,), (0, 1), (0, 1, 2), (0,), (0, 1)]:

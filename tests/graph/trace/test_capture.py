@@ -14,7 +14,8 @@ from torchckpt import graph
 from torchckpt.errors import ArgumentError, CaptureError
 from torchckpt.features import Feature
 from torchckpt.graph.step.costs import roofline
-from torchckpt.graph.trace.capture import Capture, Halves
+from torchckpt.graph.step.halves import Halves
+from torchckpt.graph.trace.capture import Capture
 from torchckpt.regions.flags import local
 
 

@@ -17,9 +17,8 @@ from torchckpt.graph.annotations import Tracing, mark_of, named_modules
 from torchckpt.graph.private.surroundings import without_autocast
 from torchckpt.graph.private.trace import backward_of, functional, require
 from torchckpt.graph.progress import Watch
-from torchckpt.graph.trace.capture import explained
+from torchckpt.graph.trace.capture import explained, restoring_modules
 from torchckpt.graph.trace.reason import check_bare
-from torchckpt.graph.trace.side_effects import restoring_modules
 
 __all__ = ["Ask", "Derivative", "Marks", "Primal", "derivative_of", "gradients_of", "is_real"]
 

@@ -30,9 +30,10 @@ from torchckpt.graph.progress import log, stopwatch
 from torchckpt.graph.step.compiled import Fusion, Updates
 from torchckpt.graph.step.costs import Cost
 from torchckpt.graph.step.emit import emit
+from torchckpt.graph.step.halves import Halves
 from torchckpt.graph.step.joint import Joint, joint_of
 from torchckpt.graph.step.repeat import under_autograd
-from torchckpt.graph.trace.capture import Halves, explained
+from torchckpt.graph.trace.capture import explained
 from torchckpt.planning.budget import Budget
 from torchckpt.planning.remat.flow.memory import simulate
 from torchckpt.planning.remat.plan import Plan

@@ -19,12 +19,11 @@ from torchckpt.graph.private.dynamo import compiling_whole, recompile_limit_hit
 from torchckpt.graph.private.runtime import is_transformed
 from torchckpt.graph.progress import log, log_unread, stopwatch
 from torchckpt.graph.run.backend import Backend, version_of
-from torchckpt.graph.step.partial import Unread, narrowed
-from torchckpt.graph.trace.capture import TRACE_LOCK, Capture, Halves
+from torchckpt.graph.step.halves import Halves, Unread, narrowed
+from torchckpt.graph.trace.capture import TRACE_LOCK, Capture, restoring_modules
 from torchckpt.graph.trace.free_variables import FreeVariables
 from torchckpt.graph.trace.guard import argument_names, changed, guard_of, places_of
 from torchckpt.graph.trace.reason import check_bare, reason_of, warn_of_retraces
-from torchckpt.graph.trace.side_effects import restoring_modules
 from torchckpt.planning.budget import read
 from torchckpt.planning.remat.plan import Plan
 

@@ -1,6 +1,6 @@
 """One traced training step: its dataflow, what it costs, and the code that runs a schedule of it.
 
-    partial           a backward that some gradients do not reach
+    halves            a forward and its backwards, also those that some gradients do not reach
     emit, compiled    a schedule as a graph; fused operations and updates of buffers, as Inductor has them
     joint             forward and backward as operations on storages
     costs             seconds, FLOPs and bytes of an operation

@@ -1,17 +1,18 @@
 """Capture: a function of tensors, traced once with its derivatives, which then runs as the graphs of a schedule."""
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from threading import Condition, get_ident
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import CaptureError, Fault
@@ -20,19 +21,13 @@ from torchckpt.graph.annotations import Tracing
 from torchckpt.graph.private.dynamo import compile_lock
 from torchckpt.graph.private.trace import Differentiable, is_data_dependent, mutated_inputs, require
 from torchckpt.graph.private.witness import Witness
-from torchckpt.graph.step.costs import CostOf
-from torchckpt.graph.step.emit import emit
-from torchckpt.graph.step.joint import Joint, added_in_place, joint_of
-from torchckpt.graph.step.partial import Backward, Backwards, Unread
-from torchckpt.graph.trace.guard import WITHOUT_CACHE, constant_of, is_cache
-from torchckpt.planning.remat.flow.dataflow import Schedule
-from torchckpt.planning.remat.flow.memory import simulate
+from torchckpt.graph.step.halves import Halves
+from torchckpt.graph.trace.guard import CONSTANTS, WITHOUT_CACHE, constant_of, is_cache, is_container
+from torchckpt.modules import OF_EVERY_MODULE
 from torchckpt.regions.flags import state_lock
+from torchckpt.tensors import tensors_in
 
-__all__ = ["TRACE_LOCK", "Capture", "Halves", "TraceLock", "explained"]
-
-Choose = Callable[[Joint], Schedule]
-"""Returns the schedule of a joint graph."""
+__all__ = ["TRACE_LOCK", "Capture", "TraceLock", "explained", "restoring_modules"]
 
 
 class Capture:
@@ -114,51 +109,6 @@ def _apart(output: Tensor) -> Tensor:
             return output.contiguous()
         end += stride * (size - 1)
     return output
-
-
-class Halves:
-    """The forward and the backwards of one joint graph. AOTAutograd calls ``partition``, and runs what it returns.
-
-    A backward runs without the gradients of outputs that no loss reads, and may retain its graph.
-
-    Args:
-        cost: returns the cost of an operation.
-        choose: returns the schedule of the joint graph.
-        replay: whether random operations may be repeated. Default: False.
-        note: called after each backward with what it went without.
-    """
-
-    joint: Joint
-    unread = Unread()
-    """What the latest backward went without."""
-
-    def __init__(
-        self, cost: CostOf, choose: Choose, replay: bool = False, note: Callable[[Unread], None] = lambda unread: None
-    ) -> None:
-        self._cost, self._choose, self._replay, self._note = cost, choose, replay, note
-        self._backwards: Backwards | None = None  # None if nothing is differentiated
-
-    def watch(self, outputs: Sequence[Any]) -> None:
-        """Record which gradients of the call's ``outputs`` arrive in its backwards."""
-        if self._backwards is not None:
-            self._backwards.watch(outputs)
-
-    def partition(
-        self, module: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **ignored: Any
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """The forward and the backward of the schedule that is chosen for a joint graph."""
-        self.joint = added_in_place(joint_of(module, num_fwd_outputs, self._cost, self._replay))
-        schedule = self._choose(self.joint)
-        boundary = simulate(self.joint.flow, schedule).boundary
-        forward, backward = emit(self.joint, schedule, boundary)
-        self._backwards = Backwards(self.joint, schedule, boundary, backward)
-        return forward, backward
-
-    def backward(self, whole: Backward, arguments: list[Any]) -> Sequence[Any]:
-        """Run ``whole``, the second graph, or the part of it for the gradients that have arrived."""
-        gradients, self.unread = cast(Backwards, self._backwards).run(whole, arguments)
-        self._note(self.unread)
-        return gradients
 
 
 class TraceLock:
@@ -291,3 +241,90 @@ def _place_of(error: Exception) -> str:
     layers = os.path.join(ours[0], "nn")
     frames = frames or [frame for frame in every if frame.filename.startswith(layers) and frame.name == "forward"]
     return f'at {frames[-1].filename}:{frames[-1].lineno}: "{frames[-1].line}"' if frames else ""
+
+
+# what a forward leaves on its modules ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def restoring_modules(model: nn.Module) -> Iterator[None]:
+    """Trace a forward of ``model`` inside this context; remove the tensors without data that it stores on modules.
+
+    Two cases are no error. Recurrent layers have a list of their parameters, in which
+    ``torch.func.functional_call`` leaves those of the trace. The old weight norm and spectral norm make the weight from
+    parameters, again at each call.
+
+    Raises:
+        CaptureError: the forward stored any other tensor, or made a parameter, a buffer or a module.
+    """
+    tensors = _tensors_of(model)
+    owned = [(module, {kind: dict(getattr(module, kind)) for kind in _OWN}) for module in model.modules()]
+    try:
+        yield
+    except Exception as error:
+        left = _put_back(model, tensors, owned)
+        if left is None or isinstance(error, CaptureError):
+            raise
+        raise CaptureError(str(left)) from error
+    left = _put_back(model, tensors, owned)
+    if left is not None:
+        raise CaptureError(str(left))
+
+
+_OWN = ("_parameters", "_buffers", "_modules")
+_Tensors = dict[tuple[str, str], tuple[Any, tuple[Tensor, ...]]]
+
+
+def _put_back(model: nn.Module, tensors: _Tensors, owned: Sequence[tuple[nn.Module, dict[str, Any]]]) -> Fault | None:
+    """Restore the modules. Return the fault of a forward that did what it must not do, or None."""
+    left = None
+    for module, kinds in owned:
+        for kind, before in kinds.items():
+            now = getattr(module, kind)
+            new = [name for name, value in now.items() if before.get(name) is None and value is not None]
+            if any(now.get(name) is not value for name, value in before.items()) or len(now) != len(before):
+                now.clear()
+                now.update(before)
+            if new:
+                rule = "the forward makes a parameter, buffer or module, which has to exist before the trace"
+                works = "make it in __init__(); or model(*inputs), once, before rematerialize()"
+                left = Fault(rule, f"the forward of {type(module).__name__} makes {new[0]}", works)
+    return left or _taken_back(model, tensors)
+
+
+def _taken_back(model: nn.Module, before: _Tensors) -> Fault | None:
+    left = None
+    for (place, name), (_, tensors) in _tensors_of(model).items():
+        module, (value, known) = model.get_submodule(place), before.get((place, name), (None, ()))
+        if {id(tensor) for tensor in tensors} <= {id(tensor) for tensor in known}:
+            continue
+        is_made_of_parameters = any(parameter.startswith(f"{name}_") for parameter in module._parameters)
+        if not (is_made_of_parameters or (known and all(isinstance(tensor, nn.Parameter) for tensor in known))):
+            rule = "the forward stores a tensor on a module, and does not return it"
+            received = f"after the forward, {name} of {type(module).__name__} {place!r} holds one".replace(" ''", "")
+            left = left or Fault(rule, received, f"return output, {name}")
+        del module.__dict__[name]
+        module.__dict__.update({name: value} if (place, name) in before else {})
+    return left
+
+
+def _tensors_of(model: nn.Module) -> _Tensors:
+    """Each value, and the tensors in it, by module and attribute. Parameters and buffers are left out."""
+    return {
+        (place, name): (copy.copy(value) if _is_copied(value) else value, tuple(tensors_in(_parts(value))))
+        for place, module in model.named_modules()
+        for name, value in module.__dict__.items()
+        if name not in OF_EVERY_MODULE and not isinstance(value, (*CONSTANTS, nn.Module))
+    }
+
+
+def _is_copied(value: Any) -> bool:
+    return isinstance(value, deque) or (isinstance(value, (list, dict, set)) and is_container(type(value)))
+
+
+def _parts(value: Any) -> Any:
+    """The part of ``value`` that is searched for tensors: a container itself, at any depth; of another object, its
+    attributes."""
+    if isinstance(value, (set, frozenset, deque)):
+        return list(value)
+    return value if isinstance(value, (Tensor, list, tuple, dict)) else list(getattr(value, "__dict__", {}).values())

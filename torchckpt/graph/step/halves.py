@@ -1,4 +1,4 @@
-"""Partial: which gradients of outputs are missing in a backward, and the backward that runs without them.
+"""Halves: the forward and the backward of a joint graph, and the backwards that miss some gradients of outputs.
 
 AOTAutograd replaces missing gradients, of outputs that no loss reads, by zeros. Eager skips the operations that depend
 only on them: a parameter that no loss depends on has the gradient None, and an optimizer applies no weight decay to it.
@@ -19,12 +19,17 @@ from torch import Tensor, fx
 from torchckpt.errors import CaptureError, Fault
 from torchckpt.graph.private.runtime import is_freed, lasting
 from torchckpt.graph.private.trace import backward_node, output_places, retainable, tangent_places
-from torchckpt.graph.step.emit import Emitter, forward_of
-from torchckpt.graph.step.joint import Joint, is_sum, reached
+from torchckpt.graph.step.costs import CostOf
+from torchckpt.graph.step.emit import Emitter, emit, forward_of
+from torchckpt.graph.step.joint import Joint, added_in_place, is_sum, joint_of, reached
 from torchckpt.planning.remat.flow.dataflow import Operation, Schedule
+from torchckpt.planning.remat.flow.memory import simulate
 from torchckpt.planning.remat.plan import Plan
 
-__all__ = ["Backward", "Backwards", "Unread", "narrowed"]
+__all__ = ["Backward", "Choose", "Halves", "Unread", "narrowed"]
+
+Choose = Callable[[Joint], Schedule]
+"""Returns the schedule of a joint graph."""
 
 Backward = Callable[[list[Any]], Sequence[Any]]
 """Takes one list, the saved values and then the gradients of the outputs, and empties it."""
@@ -46,32 +51,59 @@ class Unread:
     released: frozenset[int] = frozenset()
 
 
-class Backwards:
-    """The backwards of a joint graph: ``whole``, for the gradients of all outputs, and those for missing gradients, each
-    emitted when it is first needed. The placeholders of ``whole`` name the arguments of all."""
+class Halves:
+    """The forward and the backwards of one joint graph. AOTAutograd calls ``partition``, and runs what it returns.
 
-    def __init__(self, joint: Joint, schedule: Schedule, boundary: int, whole: fx.GraphModule) -> None:
-        self._joint, self._schedule, self._boundary = joint, schedule, boundary
-        self._takes = [str(node.target) for node in whole.graph.find_nodes(op="placeholder")]
+    A backward runs without the gradients of outputs that no loss reads, and may retain its graph. For each choice of
+    missing gradients it is emitted when it is first needed.
+
+    Args:
+        cost: returns the cost of an operation.
+        choose: returns the schedule of the joint graph.
+        replay: whether random operations may be repeated. Default: False.
+        note: called after each backward with what it went without.
+    """
+
+    joint: Joint
+    unread = Unread()
+    """What the latest backward went without."""
+
+    def __init__(
+        self, cost: CostOf, choose: Choose, replay: bool = False, note: Callable[[Unread], None] = lambda unread: None
+    ) -> None:
+        self._cost, self._choose, self._replay, self._note = cost, choose, replay, note
         self._emitted: dict[frozenset[fx.Node], Backward | None] = {}  # by the gradients that are missing
-        self._places = tangent_places(joint.module.graph)
-        self._outputs = output_places(joint.module.graph)
-        self._roots = [joint.storages.get(node, frozenset[int]()) for node in joint.outputs[: joint.forward_outputs]]
+        self._gradients = 0  # as many as inputs; 0 if nothing is differentiated
         self._arrived: dict[int, tuple[set[int], _Storages]] = {}  # by thread: autograd has one for each device
 
+    def partition(
+        self, module: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **ignored: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The forward and the backward of the schedule that is chosen for a joint graph."""
+        self.joint = joint = added_in_place(joint_of(module, num_fwd_outputs, self._cost, self._replay))
+        self._schedule = self._choose(joint)
+        self._boundary = simulate(joint.flow, self._schedule).boundary
+        forward, backward = emit(joint, self._schedule, self._boundary)
+        self._gradients = len(joint.outputs) - num_fwd_outputs
+        self._takes = [str(node.target) for node in backward.graph.find_nodes(op="placeholder")]
+        self._places, self._outputs = tangent_places(joint.module.graph), output_places(joint.module.graph)
+        self._roots = [joint.storages.get(node, frozenset[int]()) for node in joint.outputs[:num_fwd_outputs]]
+        return forward, backward
+
     def watch(self, outputs: Sequence[Any]) -> None:
-        """Record at each backward which gradients of ``outputs`` arrive. Also allow ``retain_graph=True``."""
+        """Record which gradients of the call's ``outputs`` arrive in its backwards."""
+        if not self._gradients:
+            return
         tensors = {number: output for number, output in enumerate(outputs) if isinstance(output, Tensor)}
-        gradients = len(self._joint.outputs) - self._joint.forward_outputs
-        nodes = {backward_node(tensor, gradients) for tensor in tensors.values()} - {None}
+        nodes = {backward_node(tensor, self._gradients) for tensor in tensors.values()} - {None}
         places = self._outputs.items() if nodes else ()
         storages = {place: lasting(tensors[number]) for place, number in places if number in tensors}
         for node in nodes:
             retainable(node)
             node.register_prehook(partial(self._arrive, storages))
 
-    def run(self, whole: Backward, arguments: list[Any]) -> tuple[Sequence[Any], Unread]:
-        """Run ``whole``, or the part of it for the gradients that have arrived in this thread's present backward.
+    def backward(self, whole: Backward, arguments: list[Any]) -> Sequence[Any]:
+        """Run ``whole``, the second graph, or the part of it for the gradients that have arrived in this thread.
 
         That gets the same list. If it would need values that are not in it, ``whole`` gets zeros.
         """
@@ -80,10 +112,10 @@ class Backwards:
         if missing and missing not in self._emitted:
             self._emitted[missing] = self._emit(missing)
         part = self._emitted.get(missing)
-        if part is None:
-            return whole(arguments), Unread()
-        gradients = part(arguments)
-        return gradients, Unread(missing, self._released(missing, storages))
+        gradients = (part or whole)(arguments)
+        self.unread = Unread(missing, self._released(missing, storages)) if part else Unread()
+        self._note(self.unread)
+        return gradients
 
     def _arrive(self, storages: _Storages, gradients: Sequence[Any]) -> None:
         # Not a post-hook: autograd would keep all arrived gradients alive for it.
@@ -102,10 +134,10 @@ class Backwards:
         return none.union(*map(self._roots.__getitem__, freed)).difference(*map(self._roots.__getitem__, read))
 
     def _emit(self, missing: frozenset[fx.Node]) -> Backward | None:
-        forward = forward_of(self._joint, self._schedule[: self._boundary])
-        emitter = _Without(self._joint, forward, _Absent(self._joint, missing))
+        forward = forward_of(self.joint, self._schedule[: self._boundary])
+        emitter = _Without(self.joint, forward, _Absent(self.joint, missing))
         emitter.run(self._schedule[self._boundary :])
-        gradients = self._joint.outputs[self._joint.forward_outputs :]
+        gradients = self.joint.outputs[self.joint.forward_outputs :]
         module = emitter.finish(emitter.resolve(gradients), "PartialBackward")
         takes = [str(node.target) for node in module.graph.find_nodes(op="placeholder")]
         if not set(takes) <= set(self._takes):  # a value that the whole backward does not get
