@@ -127,6 +127,25 @@ def test_buffers_are_written_once_a_call_and_not_by_the_trace(x):
     assert_equal(dict(model.named_buffers()), dict(plain.named_buffers()))
 
 
+class Last(nn.Module):
+    """Writes into a buffer without reading it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("last", torch.zeros(()))
+
+    def forward(self, x):
+        loss = x.sin().sum()
+        torch.mul(loss.detach(), 2, out=self.last)
+        return loss
+
+
+def test_buffer_that_is_written_and_never_read(x):
+    model = Last()
+    loss, _ = gradient(model, x)(x)
+    assert torch.equal(model.last, 2 * loss)
+
+
 def in_region(model):
     """The module in a region, so that it is recomputed."""
 

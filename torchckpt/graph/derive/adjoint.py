@@ -57,13 +57,12 @@ def planned(derivative: Derivative, planner: GraphPlanner, outputs: bool = True)
     if not outputs:
         joint = _without_outputs(joint, derivative.outputs)
     with _errors_name_checkpoints():
-        module = emit_one(joint, planner(joint))
-    _write_buffers(module.graph, derivative)
-    structure = _return(module.graph, derivative, outputs)
-    module.graph.set_codegen(_Code(structure))
-    _renew(module.graph)
-    module.recompile()
-    module.meta[TAKES] = _kinds(module.graph)
+        graph = emit_one(joint, planner(joint)).graph
+    _write_buffers(graph, derivative)
+    graph.set_codegen(_Code(_return(graph, derivative, outputs)))
+    _renew(graph)
+    module = fx.GraphModule(derivative.module, graph, "Adjoint")  # a buffer may be written, and not read
+    module.meta[TAKES] = _kinds(graph)
     if outputs:
         module.meta[FORWARD_OUTPUTS] = derivative.outputs
     return module
@@ -93,7 +92,7 @@ def _write_buffers(graph: fx.Graph, derivative: Derivative) -> None:
     with graph.inserting_before(output):
         for name, value in zip(derivative.buffers, values):
             if name not in buffers:
-                buffers[name] = graph.get_attr(name)
+                buffers[name] = graph.create_node("get_attr", name)
                 buffers[name].meta["val"] = value.meta["val"]
             copy = graph.call_function(torch.ops.aten.copy_.default, (buffers[name], value))
             copy.meta["val"] = buffers[name].meta["val"]
