@@ -73,41 +73,14 @@ class Calls:
     def __init__(
         self, function: str, model: nn.Module, run: nn.Module, planner: Callable[[], GraphPlanner], engine: str
     ) -> None:
-        self._function, self.model, self._run, self._planner, self._engine = function, model, run, planner, engine
+        self.function, self.model, self._run, self._planner, self._engine = function, model, run, planner, engine
         self._compiling = threading.Lock()
         Backend(planner)  # checks the planner's arguments
         self._keywords = _keywords_of(model)
         self.known: dict[Any, Call | CompiledCall] = {}
-        self._latest: Call | CompiledCall | None = None
+        self.latest: Call | CompiledCall | None = None
         self._outside: FreeVariables | None = None
         self._ignored = set[tuple[str, str]]()  # attributes that the forward itself sets
-
-    @property
-    def plan(self) -> Plan:
-        if self._latest is None:
-            rule = "there is no plan yet: it needs inputs, an example or a first call"
-            works = f"graph.{self._function[:-1]}model, inputs)"
-            with called("plan"):
-                raise_fault(Fault(rule, "no example, and no call yet", works))
-        return cast(Plan, cast(Call, self._latest).plan)
-
-    @property
-    def plans(self) -> tuple[Plan, ...]:
-        return tuple(call.plan for call in self.known.values() if call.plan is not None)
-
-    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-        if self.call(args, kwargs) is None:
-            rule = "there is nothing to plan: no parameter or input requires a gradient, or gradients are disabled"
-            works = "model.requires_grad_(), outside of torch.no_grad()"
-            with called(self._function):
-                raise_fault(Fault(rule, "a call in which nothing requires a gradient", works))
-        return self.plan
-
-    def prepare_example(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> None:
-        """Trace and plan a call with the example; without one, do nothing."""
-        if args or kwargs:
-            with _blaming(self._function, args):
-                self.prepare(args, dict(kwargs or {}))
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
         """The traced call for these inputs, traced first if it is new. None if the module must run as it is: without
@@ -121,7 +94,7 @@ class Calls:
             with TRACE_LOCK.tracing() if self._engine == "eager" else self._compiling:  # Dynamo has a lock of its own
                 call = self._known(args, kwargs)  # another thread may have traced it meanwhile
                 if call is _NEW:
-                    with called(self._function):
+                    with called(self.function):
                         call = self._trace(args, kwargs)
         return cast("Callable[[], Any] | None", call)
 
@@ -148,7 +121,7 @@ class Calls:
         try:
             guard = guard_of(self.model, state, args, kwargs, self._outside.now() if self._outside else ())
         except Exception:
-            with called(self._function):
+            with called(self.function):
                 check_bare(self.model)
             raise
         call = self.known.get(guard.without(self.model, self._ignored), _NEW)
@@ -166,7 +139,7 @@ class Calls:
             call: Call | CompiledCall = Call(self.model, self._run, tuple(state), args, kwargs, self._planner())
         else:
             call = CompiledCall(self._run, Backend(self._planner), args, kwargs)
-        log(self._function, self.model, reason, seconds(), call.planning_seconds, call.plan)
+        log(self.function, self.model, reason, seconds(), call.planning_seconds, call.plan)
         after = guard_of(self.model, state, args, kwargs, outside.now())
         self._ignored.update(changed(self.model, guard, after))
         self.known[guard.without(self.model, self._ignored)] = call
@@ -178,7 +151,7 @@ class Calls:
     ) -> Callable[[], Any] | None:
         if call.plan is None:  # no output has a derivative
             return None
-        self._latest = call
+        self.latest = call
         return partial(call, tensors, args, kwargs)
 
 
@@ -194,16 +167,33 @@ class Planned:
         After a backward in which some outputs had no gradient, it is the part that this backward ran, with the bytes
         that it took. Its ``whole`` is the plan for the gradients of all outputs.
         """
-        return self._calls.plan
+        call = self._calls.latest
+        if call is None:
+            rule = "there is no plan yet: it needs inputs, an example or a first call"
+            works = f"graph.{self._calls.function[:-1]}model, inputs)"
+            with called("plan"):
+                raise_fault(Fault(rule, "no example, and no call yet", works))
+        return cast(Plan, call.plan)
 
     @property
     def plans(self) -> tuple[Plan, ...]:
         """The plans so far, one for each kind of inputs (shapes, dtypes, mode)."""
-        return self._calls.plans
+        return tuple(call.plan for call in self._calls.known.values() if call.plan is not None)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
         """Trace and plan a call with these inputs, without running it."""
-        return self._calls.prepare(args, kwargs)
+        if self._calls.call(args, kwargs) is None:
+            rule = "there is nothing to plan: no parameter or input requires a gradient, or gradients are disabled"
+            works = "model.requires_grad_(), outside of torch.no_grad()"
+            with called(self._calls.function):
+                raise_fault(Fault(rule, "a call in which nothing requires a gradient", works))
+        return self.plan
+
+    def _prepare_example(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> None:
+        """Trace and plan a call with the example; without one, do nothing."""
+        if args or kwargs:
+            with _blaming(self._calls.function, args):
+                self.prepare(*args, **(kwargs or {}))
 
 
 def _keywords_of(model: nn.Module) -> tuple[str, ...]:

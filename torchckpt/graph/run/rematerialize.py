@@ -94,7 +94,7 @@ def rematerialize(
     check([*module_faults("rematerialize", model), *option_faults(engine, rng, example_kwargs)])
     check_bare(model)
     rematerialized = Rematerialized(model, partial(GraphPlanner, keep, budget, costs, rng, exact, {}), engine)
-    rematerialized._calls.prepare_example(example, example_kwargs)
+    rematerialized._prepare_example(example, example_kwargs)
     return rematerialized
 
 
@@ -335,7 +335,7 @@ def rematerialize_(
     put(module, _InPlace, setting)
     try:
         handle = RematerializeHandle(module, setting)
-        handle._calls.prepare_example(example, example_kwargs)
+        handle._prepare_example(example, example_kwargs)
     except BaseException:
         take(module, _InPlace)
         raise

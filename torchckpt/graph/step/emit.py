@@ -95,17 +95,13 @@ class Emitter:
 
     def finish(self, outputs: Sequence[Any], name: str) -> fx.GraphModule:
         self.graph.output(tuple(outputs))
-        self.graph.eliminate_dead_code(self._is_needed)
+        self.graph.eliminate_dead_code(_has_effect)
         # Saved values that only dead code read would stay alive until the end: nothing reads them last.
         for placeholder in [placeholder for placeholder in self.crossing if not placeholder.users]:
             del self.crossing[placeholder]
             self.graph.erase_node(placeholder)
         self.graph.set_codegen(Boxed())
         return fx.GraphModule(self.joint.module, self.graph, name)
-
-    def _is_needed(self, node: fx.Node) -> bool:
-        """Whether ``node`` is kept although nothing reads its result, because it has a side effect."""
-        return node.is_impure()
 
     def _node(self, node: fx.Node) -> fx.Node:
         if node in self.joint.views:
@@ -136,10 +132,6 @@ class Emitter:
         copy.meta = dict(node.meta)
         return copy
 
-    def _overwritten(self, node: fx.Node) -> fx.Node | None:
-        """The operand that ``node``, a sum, overwrites; None for any other node."""
-        return self.joint.sums.get(node)
-
     def _part(self, called: fx.Node, place: int, part: fx.Node) -> fx.Node:
         copy = self.graph.call_function(operator.getitem, (called, place))
         copy.meta = dict(part.meta)
@@ -149,7 +141,7 @@ class Emitter:
         if node.op == "placeholder":
             copy = self.graph.placeholder(node.name)
         else:
-            target, arguments, part = node.target, node.args, self._overwritten(node)
+            target, arguments, part = node.target, node.args, self.joint.sums.get(node)
             if part is not None:
                 others = [argument for argument in arguments if argument is not part]
                 target, arguments = torch.ops.aten.add_.Tensor, (part, *others)
@@ -157,3 +149,8 @@ class Emitter:
             copy = self.graph.create_node(node.op, target, arguments, named, name=node.name)
         copy.meta = dict(node.meta)
         return copy
+
+
+def _has_effect(node: fx.Node) -> bool:
+    """Whether ``node`` is kept although nothing reads its result. Our operations in place are not."""
+    return node.is_impure() and node.target not in (torch.ops.aten.mul_.Tensor, torch.ops.aten.add_.Tensor)

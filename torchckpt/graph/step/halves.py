@@ -138,7 +138,8 @@ class Halves:
         emitter = _Without(self.joint, forward, _Absent(self.joint, missing))
         emitter.run(self._schedule[self._boundary :])
         gradients = self.joint.outputs[self.joint.forward_outputs :]
-        module = emitter.finish(emitter.resolve(gradients), "PartialBackward")
+        present = [None if node in emitter.absent.nodes else node for node in gradients]
+        module = emitter.finish(emitter.resolve(present), "PartialBackward")
         takes = [str(node.target) for node in module.graph.find_nodes(op="placeholder")]
         if not set(takes) <= set(self._takes):  # a value that the whole backward does not get
             return None
@@ -182,36 +183,25 @@ class _Without(Emitter):
     """Emits a backward without the absent nodes. An operation that still reads one of them gets zeros."""
 
     def __init__(self, joint: Joint, before: Emitter, absent: _Absent) -> None:
-        super().__init__(joint, [node for node in joint.tangents if node not in absent.nodes], before)
-        self._absent = absent
+        # An operand that stands for another value is not overwritten: others may read that value.
+        sums = {node: part for node, part in joint.sums.items() if part not in absent.same}
+        inputs = [node for node in joint.tangents if node not in absent.nodes]
+        super().__init__(replace(joint, sums=sums), inputs, before)
+        self.absent = absent
 
     def _run(self, index: int) -> None:
         node = self.joint.nodes[index]
-        if node is None or not (node in self._absent.nodes or node in self._absent.same):
+        if node is None or not (node in self.absent.nodes or node in self.absent.same):
             super()._run(index)
-        elif self._absent.is_copied(node):
-            part = self.resolve(self._absent.same[node])
+        elif self.absent.is_copied(node):
+            part = self.resolve(self.absent.same[node])
             self._newest[node] = self.graph.call_function(torch.ops.aten.clone.default, (part,))
 
-    def finish(self, outputs: Sequence[Any], name: str) -> fx.GraphModule:
-        gradients = self.joint.outputs[self.joint.forward_outputs :]
-        present = [None if node in self._absent.nodes else output for node, output in zip(gradients, outputs)]
-        return super().finish(present, name)
-
     def _node(self, node: fx.Node) -> fx.Node:
-        if node in self._absent.nodes:
+        if node in self.absent.nodes:
             return self._zeros(node.meta["val"])
-        is_same = node in self._absent.same and node not in self._newest
-        return self._node(self._absent.same[node]) if is_same else super()._node(node)
-
-    def _is_needed(self, node: fx.Node) -> bool:
-        """Whether to keep ``node`` though nothing reads it. Our operations in place are not kept."""
-        return super()._is_needed(node) and node.target not in (torch.ops.aten.mul_.Tensor, torch.ops.aten.add_.Tensor)
-
-    def _overwritten(self, node: fx.Node) -> fx.Node | None:
-        """The operand, unless it stands for another value, which others may read."""
-        part = super()._overwritten(node)
-        return None if part in self._absent.same else part
+        is_same = node in self.absent.same and node not in self._newest
+        return self._node(self.absent.same[node]) if is_same else super()._node(node)
 
     def _zeros(self, like: Tensor) -> fx.Node:
         size = like.untyped_storage().nbytes() // like.element_size()
