@@ -178,14 +178,8 @@ class _Code(CodeGen):
         return f"return structured({leaves!r}), {gradients!r}"
 
     def additional_globals(self) -> list[tuple[str, Any]]:
-        structure = self._structure
-        if structure is None:
-            return [("unrecorded", unrecorded)]
-
-        def structured(leaves: list[Any]) -> Any:
-            return pytree.tree_unflatten(leaves, structure)
-
-        return [("unrecorded", unrecorded), ("structured", structured)]
+        structured = partial(pytree.tree_unflatten, treespec=self._structure)
+        return [("unrecorded", unrecorded), *([] if self._structure is None else [("structured", structured)])]
 
 
 def _is_plain(structure: pytree.TreeSpec) -> bool:

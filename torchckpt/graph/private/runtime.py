@@ -13,8 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 __all__ = [
     "BATCH_NORM", "BATCH_NORM_AGAIN", "BATCH_NORM_BACKWARD", "BATCH_NORM_BY_STATISTICS", "FUSED_LSTM", "allocations",
     "argument_of", "branches_of", "has_effect", "hooks_of_all_modules", "is_branching", "is_check", "is_collective",
-    "is_flattened", "is_freed", "is_mutable", "is_random", "is_transformed", "lasting", "note_branches", "operating",
-    "parts_of", "storage_number", "without_modes",
+    "is_flattened", "is_mutable", "is_random", "is_transformed", "note_branches", "operating", "parts_of",
+    "storage_number", "without_modes",
 ]
 
 BATCH_NORM: Any = torch.ops.aten._native_batch_norm_legit_functional.default
@@ -112,16 +112,6 @@ def storage_number(tensor: Tensor) -> int:
     if tensor.layout != torch.strided:
         return id(tensor)
     return int(StorageWeakRef(tensor.untyped_storage()).cdata)  # type: ignore[no-untyped-call]
-
-
-def lasting(tensor: Tensor) -> StorageWeakRef | None:
-    """A weak reference to the storage of ``tensor``; None where there is not one storage."""
-    return StorageWeakRef(tensor.untyped_storage()) if tensor.layout == torch.strided else None  # type: ignore[no-untyped-call]
-
-
-def is_freed(storage: StorageWeakRef | None) -> bool:
-    """Whether nobody holds the storage of a :func:`lasting` any more."""
-    return storage is not None and bool(storage.expired())  # type: ignore[no-untyped-call]
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:

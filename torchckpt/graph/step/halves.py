@@ -15,9 +15,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchckpt.errors import CaptureError, Fault
-from torchckpt.graph.private.runtime import is_freed, lasting
 from torchckpt.graph.private.trace import backward_node, output_places, retainable, tangent_places
 from torchckpt.graph.step.costs import CostOf
 from torchckpt.graph.step.emit import Emitter, emit, forward_of
@@ -34,8 +34,8 @@ Choose = Callable[[Joint], Schedule]
 Backward = Callable[[list[Any]], Sequence[Any]]
 """Takes one list, the saved values and then the gradients of the outputs, and empties it."""
 
-_Storages: TypeAlias = Mapping[int, Any]
-"""By place of an output of the forward: a weak reference to the storage that the caller got."""
+_Storages: TypeAlias = Mapping[int, StorageWeakRef]
+"""By place of an output of the forward: the storage that the caller got."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,11 @@ class Halves:
             return
         tensors = {number: output for number, output in enumerate(outputs) if isinstance(output, Tensor)}
         nodes = {backward_node(tensor, self._gradients) for tensor in tensors.values()} - {None}
-        places = self._outputs.items() if nodes else ()
-        storages = {place: lasting(tensors[number]) for place, number in places if number in tensors}
+        strided = [number for number, tensor in tensors.items() if nodes and tensor.layout == torch.strided]
+        storages = {
+            place: StorageWeakRef(tensors[number].untyped_storage())  # type: ignore[no-untyped-call]  # in torch
+            for place, number in self._outputs.items() if number in strided
+        }
         for node in nodes:
             retainable(node)
             node.register_prehook(partial(self._arrive, storages))
@@ -129,7 +132,7 @@ class Halves:
     def _released(self, missing: Set[fx.Node], storages: _Storages) -> frozenset[int]:
         """The storages of outputs that have no gradient, and that nobody holds any more."""
         read = {place for tangent, place in self._places.items() if tangent not in missing}
-        freed = [place for place, storage in storages.items() if place not in read and is_freed(storage)]
+        freed = [place for place, storage in storages.items() if place not in read and storage.expired()]  # type: ignore[no-untyped-call]
         none = frozenset[int]()
         return none.union(*map(self._roots.__getitem__, freed)).difference(*map(self._roots.__getitem__, read))
 
