@@ -12,22 +12,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchckpt.costs.count import Counted, counted
-from torchckpt.costs.operation import Ledger, kernels_of
+from torchckpt.costs.count import Counted
+from torchckpt.costs.operation import kernels_of
 from torchckpt.costs.parts import RegionSeen, repeated_children
 from torchckpt.costs.private import VALUES_ASKED, is_unallocated, sharded_kind, unallocated
 from torchckpt.costs.profile import Spent, profiled
 from torchckpt.errors import ArgumentError, CheckpointError, Fault
 from torchckpt.tensors import tensors_in
 
-__all__ = ["Build", "Counting", "counted_chain", "profiled_chain"]
+__all__ = ["Build", "Mesh", "counted_chain", "profiled_chain"]
 
 Build: TypeAlias = Callable[[], Any]
 """Returns the stages and the input of the first stage; optionally also a loss function of the last stage's output."""
 
 _T = TypeVar("_T")
-_Count: TypeAlias = Callable[[nn.Module, Callable[[], Any], Any, "Sequence[nn.Module] | None"], "tuple[_T, Any]"]
+Count: TypeAlias = Callable[[nn.Module, Callable[[], Any], Any, "Sequence[nn.Module] | None"], "tuple[_T, Any]"]
 """Runs a stage, by its call and inputs, with these children as blocks; the result, and what the stage returns."""
+Mesh: TypeAlias = Callable[[], "AbstractContextManager[None]"]
+"""Makes what is entered where ranks are not there."""
 
 _WORKS = "def stages(): return [first, second], tokens; or: return [first, second], tokens, loss"
 
@@ -49,36 +51,21 @@ class _Chain:
         return self.loss(outputs) if self.loss is not None and self.ends_with_loss(index) else outputs
 
 
-@dataclass(frozen=True)
-class Counting:
-    """How a chain is counted."""
-
-    kernels: str
-    dtype: torch.dtype | None
-    optimizer_bytes: float | None
-    ledger: Callable[[], Ledger]
-    """Makes the ledger of a stage."""
-    mesh: Callable[[], AbstractContextManager[None]] | None = None
-    """What is entered around all for stages that are shares of larger ones; None where such stages are refused."""
-
-    def count(
-        self, stage: nn.Module, call: Callable[[], Any], inputs: Any, children: Sequence[nn.Module] | None
-    ) -> tuple[Counted, Any]:
-        return counted(stage, call, inputs, self.ledger(), children, self.optimizer_bytes)
-
-
-def counted_chain(build: Build, how: Counting) -> list[Counted]:
+def counted_chain(
+    build: Build, count: Count[Counted], kernels: str, dtype: torch.dtype | None, mesh: Mesh | None
+) -> list[Counted]:
     """Count each stage, called with the output of the previous stage. An ArgumentError, if ``build`` raises or returns
-    something else, or if a stage does not run."""
-    with _environment(how):
-        with _stand_ins(_checked(build, how.mesh is not None)) as chain:
+    something else, or if a stage does not run. ``mesh`` is entered around all for stages that are shares of larger
+    ones; None where such stages are refused."""
+    with _environment(kernels, dtype, mesh):
+        with _stand_ins(_checked(build, mesh is not None)) as chain:
             with suppress(RegionSeen):
-                return _each(chain, how.count, repeated_children(chain.stages))
-            if how.mesh is None:
-                return _each(chain, how.count, None)
+                return _each(chain, count, repeated_children(chain.stages))
+            if mesh is None:
+                return _each(chain, count, None)
         # The forward that was interrupted leaves FSDP2 in the middle of a step, so the stages are made anew.
-        with _stand_ins(_checked(build, how.mesh is not None)) as chain:
-            return _each(chain, how.count, None)
+        with _stand_ins(_checked(build, mesh is not None)) as chain:
+            return _each(chain, count, None)
 
 
 def profiled_chain(build: Build, dtype: torch.dtype | None, device: torch.device) -> list[Spent]:
@@ -90,7 +77,7 @@ def profiled_chain(build: Build, dtype: torch.dtype | None, device: torch.device
         return _each(chain, run, None)
 
 
-def _each(chain: _Chain, count: _Count[_T], children: Sequence[nn.Module] | None) -> list[_T]:
+def _each(chain: _Chain, count: Count[_T], children: Sequence[nn.Module] | None) -> list[_T]:
     results: list[_T] = []
     inputs = chain.inputs
     for index, stage in enumerate(chain.stages):
@@ -104,16 +91,16 @@ def _each(chain: _Chain, count: _Count[_T], children: Sequence[nn.Module] | None
 
 
 @contextmanager
-def _environment(how: Counting) -> Iterator[None]:
+def _environment(kernels: str, dtype: torch.dtype | None, mesh: Mesh | None) -> Iterator[None]:
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:  # operators inside a compiled module cannot be seen
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(unallocated())
-        if how.mesh is not None:
-            stack.enter_context(how.mesh())
-        stack.enter_context(kernels_of(how.kernels))
+        if mesh is not None:
+            stack.enter_context(mesh())
+        stack.enter_context(kernels_of(kernels))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(_default_dtype(how.dtype))
+        stack.enter_context(_default_dtype(dtype))
         yield
 
 

@@ -164,20 +164,17 @@ class _Forward(Parts):
 
 
 def counted(
-    stage: nn.Module,
-    call: Callable[[], Any],
-    inputs: Any,
-    ledger: Ledger,
-    children: Sequence[nn.Module] | None,
-    optimizer_bytes: float | None,
+    stage: nn.Module, call: Callable[[], Any], inputs: Any, children: Sequence[nn.Module] | None,
+    ledger_of: Callable[[], Ledger], optimizer_bytes: float | None,
 ) -> tuple[Counted, Any]:
     """Run ``call``, the forward of ``stage`` on ``inputs``, and its backwards. Returns the counts and the outputs.
 
     Args:
-        ledger: a new one, of the same kind for each stage.
         children: the modules whose calls are blocks; None where regions are.
+        ledger_of: makes the ledger of a stage.
         optimizer_bytes: see :func:`~torchckpt.costs.count.static_of`.
     """
+    ledger = ledger_of()
     ledger.watched = static_of(stage, optimizer_bytes)
     forward = _Forward(ledger, ledger.watched)
     parameters = [parameter for parameter in stage.parameters() if parameter.requires_grad]

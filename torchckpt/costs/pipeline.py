@@ -9,14 +9,14 @@ operations moves less.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from torchckpt.costs.chain import Build, Counting, counted_chain, profiled_chain
-from torchckpt.costs.count import Counted, Part
+from torchckpt.costs.chain import Build, Mesh, counted_chain, profiled_chain
+from torchckpt.costs.count import Counted, Part, counted
 from torchckpt.costs.mesh import LAYOUT, Layout
 from torchckpt.costs.operation import KERNELS, Ledger, SecondsOf
 from torchckpt.costs.profile import device_here, with_seconds
@@ -57,12 +57,12 @@ class PipelineCosts:
 
     def __str__(self) -> str:
         rows = [("stage", "blocks", "parameters", "forward", "backward", "TFLOPs", "saved", "boundary", "static")]
-        for index, (stage, counted) in enumerate(zip(self.stages, self.counted)):
-            flops = sum(part.forward_flops + part.backward_flops for part in counted.parts)
+        for index, (stage, counts) in enumerate(zip(self.stages, self.counted)):
+            flops = sum(part.forward_flops + part.backward_flops for part in counts.parts)
             rows.append((
                 str(index),
                 str(len(stage.blocks)),
-                f"{counted.parameters / 1e9:.3g} G",
+                f"{counts.parameters / 1e9:.3g} G",
                 f"{stage.forward_seconds * 1e3:.4g} ms",
                 f"{(stage.input_grad_seconds + stage.weight_grad_seconds) * 1e3:.4g} ms",
                 f"{flops / 1e12:.4g}",
@@ -144,9 +144,10 @@ def pipeline_costs(
         kind = "tf32" if dtype == "tf32" and kind == "float32" else kind
         return machine.seconds(flops, moved_bytes, kind, efficiency)
 
-    default = None if dtype is None else _DTYPES[dtype]
-    how, layout = Counting(kernels, default, optimizer_bytes, partial(Ledger, seconds_of)), LAYOUT.get()
-    chain = counted_chain(build, how if layout is None else _in_mesh(how, layout, machine, seconds_of))
+    default, layout = None if dtype is None else _DTYPES[dtype], LAYOUT.get()
+    ledger, mesh = (partial(Ledger, seconds_of), None) if layout is None else _in_mesh(layout, machine, seconds_of)
+    count = partial(counted, ledger_of=ledger, optimizer_bytes=optimizer_bytes)
+    chain = counted_chain(build, count, kernels, default, mesh)
     here = device_here() if profile else None
     if here is not None:
         spent = profiled_chain(build, default, here)
@@ -160,14 +161,13 @@ def pipeline_costs(
     return PipelineCosts(machine, efficiency, stages, tuple(chain), link, optimizer_bytes, profiled_on)
 
 
-def _in_mesh(how: Counting, layout: Layout, device: Device, seconds_of: SecondsOf) -> Counting:
-    """``how`` for stages that their code has parallelized over the ranks of ``layout``."""
+def _in_mesh(layout: Layout, device: Device, seconds_of: SecondsOf) -> tuple[Callable[[], Ledger], Mesh]:
+    """What counts stages that their code has parallelized over the ranks of ``layout``, and what it is counted in."""
     from torchckpt.costs.parallel import ParallelLedger
     from torchckpt.costs.private.mesh import without_values
 
     node_devices = 1 if device.network is None else device.network.node_devices
-    ledger = partial(ParallelLedger, seconds_of, layout, device)
-    return replace(how, ledger=ledger, mesh=partial(without_values, node_devices))
+    return partial(ParallelLedger, seconds_of, layout, device), partial(without_values, node_devices)
 
 
 def _stage(index: int, counted: Counted) -> Stage:

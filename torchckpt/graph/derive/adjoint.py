@@ -178,8 +178,9 @@ class _Code(CodeGen):
         return f"return structured({leaves!r}), {gradients!r}"
 
     def additional_globals(self) -> list[tuple[str, Any]]:
-        structured = partial(pytree.tree_unflatten, treespec=self._structure)
-        return [("unrecorded", unrecorded), *([] if self._structure is None else [("structured", structured)])]
+        if self._structure is None:
+            return [("unrecorded", unrecorded)]
+        return [("unrecorded", unrecorded), ("structured", partial(pytree.tree_unflatten, treespec=self._structure))]
 
 
 def _is_plain(structure: pytree.TreeSpec) -> bool:

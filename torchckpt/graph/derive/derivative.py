@@ -213,12 +213,12 @@ def derivative_of(
     tensors = [*known.values(), *more]
     requires_grad = [tensor.requires_grad or name in required for name, tensor in known.items()]
     with explained(), primal.left_as_it_is(), Watch().tracing(primal.name) as tell:
-        traced = functional(run, tensors, [*requires_grad, *(False for _ in more)], tell)
+        module, mutated, witness = functional(run, tensors, [*requires_grad, *(False for _ in more)], tell)
     constants, structure = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in returned[0]], returned[1]
     returned.clear()
     marks.forget()
-    traced.witness.refuse_left()
-    buffers = tuple(names[place] for place in traced.mutated)
+    witness.refuse_left()
+    buffers = tuple(names[place] for place in mutated)
     changed = [name for name in buffers if name in primal.inputs]
     if changed:
         raise CaptureError(str(Fault(
@@ -226,7 +226,7 @@ def derivative_of(
             "x = x + 1 in place of x.add_(1); or x = x.clone() first",
         )))
     outputs = constants.count(Tensor)
-    return Derivative(_lifted(traced.module, primal, outputs, len(buffers)), buffers, outputs, constants, structure)
+    return Derivative(_lifted(module, primal, outputs, len(buffers)), buffers, outputs, constants, structure)
 
 
 def gradients_of(

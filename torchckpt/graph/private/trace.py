@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -24,7 +24,7 @@ from torchckpt.graph.private.surroundings import as_in_eager, without_autocast
 from torchckpt.graph.private.witness import Witness
 
 __all__ = [
-    "GRADIENTS_STAY", "Boxed", "Differentiable", "Functional", "Partition", "RunBackward", "backward_compiler",
+    "GRADIENTS_STAY", "Boxed", "Differentiable", "Partition", "RunBackward", "backward_compiler",
     "backward_node", "backward_of", "boxed", "functional", "input_place", "is_data_dependent", "mutated_inputs",
     "output_places", "require", "retainable", "tangent_places", "uncompiled",
 ]
@@ -210,21 +210,10 @@ def is_data_dependent(error: BaseException) -> bool:
 # a function as one graph ----------------------------------------------------------------------------------------------
 
 
-class Functional(NamedTuple):
-    """A functional graph. It takes the function's tensors, and returns its results and then new values of tensors.
-
-    ``mutated`` has the places of the tensors with new values; ``witness`` finds tensors that outlive the trace.
-    """
-
-    module: fx.GraphModule
-    mutated: tuple[int, ...]
-    witness: Witness
-
-
 def functional(
     function: Callable[..., Sequence[Tensor | None]], tensors: Sequence[Tensor], requires_grad: Sequence[bool],
     tell: Callable[[object], None],
-) -> Functional:
+) -> tuple[fx.GraphModule, tuple[int, ...], Witness]:
     """Trace ``function`` on tensors like ``tensors``, with the building blocks of AOTAutograd; nothing is run.
 
     Unlike AOTAutograd, this adds no derivatives: the function itself may call autograd, for any of its values. Tensors
@@ -234,6 +223,10 @@ def functional(
         function: takes tensors; returns tensors and None. It is called once, and a second time if tracing fails.
         requires_grad: for each tensor, whether it requires a gradient inside the function.
         tell: called with each operator.
+
+    Returns:
+        The graph, which takes ``tensors``, and returns the results of ``function`` and then new values of tensors; the
+        places of the tensors with new values; and a witness, which finds tensors that outlive the trace.
     """
     from torch._dispatch.python import enable_python_dispatcher
     from torch._functorch._aot_autograd.utils import copy_fwd_metadata_to_bw_nodes
@@ -266,7 +259,7 @@ def functional(
         torch.clear_autocast_cache()  # cached casts of closed-over tensors have no data
     copy_fwd_metadata_to_bw_nodes(module)
     _pass_notes_on(module.graph)
-    return Functional(module, tuple(mutated), witness)
+    return module, tuple(mutated), witness
 
 
 def _pass_notes_on(graph: fx.Graph) -> None:
