@@ -21,8 +21,8 @@ from torchckpt.graph.private.runtime import (
 from torchckpt.graph.private.surroundings import compiling
 from torchckpt.graph.private.trace import (
     Boxed,
-    Differentiable,
     backward_node,
+    differentiable,
     is_data_dependent,
     mutated_inputs,
     require,
@@ -122,9 +122,8 @@ def test_differentiable_traces_without_running_and_runs_what_was_made():
     def backward(whole, arguments):
         return [gradient if gradient is None else 2 * gradient for gradient in whole(arguments)]
 
-    called = Differentiable(function, partition, backward)
     x, y = leaf(3), torch.ones(3)
-    called.trace(x, y)
+    called = differentiable(function, partition, backward, (x, y))
     assert len(parted) == 1
     assert parted[0][1] == 2
     count = len(runs)

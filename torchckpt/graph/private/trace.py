@@ -24,9 +24,9 @@ from torchckpt.graph.private.surroundings import as_in_eager, without_autocast
 from torchckpt.graph.private.witness import Witness
 
 __all__ = [
-    "GRADIENTS_STAY", "Boxed", "Differentiable", "Partition", "RunBackward", "backward_compiler",
-    "backward_node", "backward_of", "boxed", "functional", "input_place", "is_data_dependent", "mutated_inputs",
-    "output_places", "require", "retainable", "tangent_places", "uncompiled",
+    "GRADIENTS_STAY", "Boxed", "Partition", "RunBackward", "backward_compiler", "backward_node", "backward_of", "boxed",
+    "differentiable", "functional", "input_place", "is_data_dependent", "mutated_inputs", "output_places", "require",
+    "retainable", "tangent_places", "uncompiled",
 ]
 
 BoxedCall = Callable[[list[Any]], Any]
@@ -137,45 +137,38 @@ class Boxed(CodeGen):
         return f"def {self._func_name}(self, arguments){maybe_return_annotation}:{unpack}"
 
 
-class Differentiable:
-    """A function of tensors, traced at its first call; ``partition`` splits the joint graph into the two that run.
+def differentiable(
+    function: Callable[..., Any], partition: Partition, backward: RunBackward, tensors: Sequence[Tensor]
+) -> Callable[..., Any]:
+    """``function``, traced on ``tensors``. ``partition`` splits the joint graph into the two that run.
 
-    ``backward`` runs the second graph. Both graphs must take one list and empty it.
+    Nothing runs while it is traced: no random number is drawn, and no buffer is written. ``backward`` runs the second
+    graph. Both graphs must take one list and empty it.
     """
+    from functorch.compile import aot_function  # type: ignore[import-untyped]
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
-    def __init__(self, function: Callable[..., Any], partition: Partition, backward: RunBackward) -> None:
-        from functorch.compile import aot_function  # type: ignore[import-untyped]
+    is_tracing = True
 
-        self._tracing = False
-        compilers = {"fw_compiler": self._forward, "bw_compiler": backward_compiler(backward)}
-        self._run = aot_function(function, partition_fn=partition, **compilers)
-
-    def trace(self, *tensors: Tensor) -> None:
-        """Trace without running: no random number is drawn, and no buffer is written."""
-        from torch.fx._lazy_graph_module import _use_lazy_graph_module
-
-        def run() -> None:
-            with suppress(_Traced):
-                self._run(*tensors)
-
-        self._tracing = True
-        try:
-            with _use_lazy_graph_module(True):  # generates no code for graphs that do not run
-                as_in_eager(run)
-        finally:
-            self._tracing = False
-
-    def __call__(self, *tensors: Tensor) -> Any:
-        return self._run(*tensors)
-
-    def _forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> BoxedCall:
+    def forward_compiler(module: fx.GraphModule, inputs: Sequence[Any]) -> BoxedCall:
         def run(arguments: list[Any]) -> Any:
-            if self._tracing:
+            if is_tracing:
                 raise _Traced
             return forward(arguments)
 
         forward = module.forward
         return boxed(run)
+
+    def trace() -> None:
+        with suppress(_Traced):
+            called(*tensors)
+
+    compilers = {"fw_compiler": forward_compiler, "bw_compiler": backward_compiler(backward)}
+    called: Callable[..., Any] = aot_function(function, partition_fn=partition, **compilers)
+    with _use_lazy_graph_module(True):  # generates no code for graphs that do not run
+        as_in_eager(trace)
+    is_tracing = False
+    return called
 
 
 def boxed(run: BoxedCall) -> BoxedCall:

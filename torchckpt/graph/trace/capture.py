@@ -19,7 +19,7 @@ from torchckpt.errors import CaptureError, Fault
 from torchckpt.features import GRAPH
 from torchckpt.graph.annotations import Tracing
 from torchckpt.graph.private.dynamo import compile_lock
-from torchckpt.graph.private.trace import Differentiable, is_data_dependent, mutated_inputs, require
+from torchckpt.graph.private.trace import differentiable, is_data_dependent, mutated_inputs, require
 from torchckpt.graph.private.witness import Witness
 from torchckpt.graph.step.halves import Halves
 from torchckpt.graph.trace.guard import CONSTANTS, WITHOUT_CACHE, constant_of, is_cache, is_container
@@ -51,12 +51,11 @@ class Capture:
         require(GRAPH)
         self._function, self._data, self._halves = function, data, halves
         self.witness = Witness(tensors, tell)
-        self._differentiable = Differentiable(self._flat, self._partition, halves.backward)
         with TRACE_LOCK.tracing(), explained(), _collector_paused():
-            self._differentiable.trace(*tensors)
+            self._run = differentiable(self._flat, self._partition, halves.backward, tensors)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        outputs = self._differentiable(*tensors)
+        outputs = self._run(*tensors)
         self._halves.watch(outputs)
         leaves = iter(outputs)
         constants = [next(leaves) if constant is Tensor else constant for constant in self._leaves]
