@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -31,9 +32,9 @@ def ranks_without_processes(rank: int, world: int) -> Iterator[None]:
     """Inside this context, this process is ``rank`` of ``world``, and collectives do nothing."""
     hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    unseen = _replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", _unseen)
+    unseen = patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", _unseen)
     try:
-        with unseen, _replaced(placement_types, "shard_dim_alltoall", _all_to_all):
+        with unseen, patch.object(placement_types, "shard_dim_alltoall", _all_to_all):
             yield
     finally:
         dist.destroy_process_group()
@@ -53,18 +54,8 @@ def without_values(node_devices: int) -> Iterator[None]:
     DTensor takes a node for one of so many devices: ``MeshTopoInfo`` of torch/distributed/tensor/_collective_utils.py
     asks the CPU, which says one."""
     nodes = SimpleNamespace(num_devices_per_host=lambda _: node_devices)
-    with _replaced(_collective_utils, "_mesh_resources", nodes), _Integers():  # type: ignore[no-untyped-call]  # in torch
+    with patch.object(_collective_utils, "_mesh_resources", nodes), _Integers():  # type: ignore[no-untyped-call]  # in torch
         yield
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 _propagate = ShardingPropagator._propagate_tensor_meta_non_cached
