@@ -104,7 +104,7 @@ def test_a_host_does_not_make_up_for_every_budget(capsys):
                                                 ("--host 40GB --host-link 0", "the link to the host"),
                                                 ("--host 0 --host-link 25GB", "the memory of the host")])
 def test_a_model_counts_in_bytes(capsys, monkeypatch, arguments, what):
-    monkeypatch.setattr("torchckpt.costs.chain.counted", None)  # before anything is counted
+    monkeypatch.setattr("torchckpt.costs.chain._each", None)  # before anything is counted
     model = ("plan", "examples.plan_llama:stages", "--device", "h100", "--schedule", "1f1b", "--microbatches", "8")
     message = refused(capsys, *model, "--budget", "60GB", *arguments.split())
     assert f"{what} is no size; received: --host" in message

@@ -87,7 +87,7 @@ def test_what_does_not_fit_the_device_is_said_first(capsys, monkeypatch):
 
 
 def test_memory_is_looked_at_before_anything_is_counted(capsys, monkeypatch):
-    monkeypatch.setattr("torchckpt.costs.chain.counted", None)
+    monkeypatch.setattr("torchckpt.costs.chain._each", None)
     assert "of which those of stage 0 take" in refused(capsys, *TINY, "--device-memory", "1kB")
 
 
