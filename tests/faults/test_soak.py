@@ -1,6 +1,8 @@
 """A short soak, and that what grows is found."""
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -10,12 +12,15 @@ from tests.faults.soak import Amounts, grows
 from tests.faults.tools import TOOLS
 from tests.regions.moved.calls import let_cpu_move
 from tests.settings import with_gloo
-from tests.slow import slow
+from tests.slow import slow_but
+
+TYPICAL = ("checkpoint, keep, nested", "offload_layers", "Pipe(budget=).step", "recompute_ahead(budget=)")
+QUICK = [(name, 33) for name in TYPICAL]
+"""Each is most of what others are."""
 
 
 @with_gloo
-@pytest.mark.parametrize("steps", [33, *slow([55])])
-@pytest.mark.parametrize("name", TOOLS)
+@pytest.mark.parametrize(("name", "steps"), slow_but(QUICK, product(TOOLS, [33, 55])))
 def test_a_short_soak_is_flat(name: str, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     let_cpu_move(monkeypatch)
     torch.manual_seed(0)

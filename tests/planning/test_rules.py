@@ -22,7 +22,11 @@ from torchckpt.planning import (
 )
 
 SMALL = [cell for cell in CELLS if cell.p <= 8]
-small_cells = pytest.mark.parametrize("cell", SMALL, ids=lambda cell: f"p{cell.p}-m{cell.m}-tc{cell.tc}")
+small_cells = pytest.mark.parametrize(
+    "cell",
+    [pytest.param(cell, marks=() if cell.p <= 4 else pytest.mark.slow) for cell in SMALL],
+    ids=lambda cell: f"p{cell.p}-m{cell.m}-tc{cell.tc}",
+)
 
 
 def run(schedule, cell, choices=None):

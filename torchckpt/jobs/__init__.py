@@ -7,7 +7,8 @@ No torch is imported, and no model is made: parameters, FLOPs, bytes and collect
     memory               what each rank holds, by part
     job                  a model in a layout on devices, as stages, with the step
     layer                the seconds of one layer; the bytes that it keeps
-    layout, presets      how a job is split, and its schedule; public models by name
+    layout               how a job is split, its schedule, and what its software keeps
+    presets              public models by name
     model, rates         sizes of a transformer; what devices reach of their peaks
 """
 from __future__ import annotations

@@ -6,6 +6,7 @@ import torch
 
 from tests.distributed.stages import Blocks, batch, parameters_of, schedule_on, stages_of, step
 from tests.settings import with_gloo
+from tests.slow import slow
 from torchckpt.distributed import recompute_ahead
 
 pytestmark = with_gloo
@@ -28,7 +29,7 @@ def report_after(name, kept, budget):
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("kept", [(), (1,), (2,), (1, 2)], ids=str)
+@pytest.mark.parametrize("kept", [*slow([()]), (1,), *slow([(2,)]), (1, 2)], ids=str)
 @pytest.mark.parametrize("name", ["ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"])
 def test_a_step_that_makes_its_gradients_takes_what_is_planned(name, kept):
     report = report_after(name, kept, "1GB")

@@ -53,8 +53,9 @@ def test_what_is_planned_is_taken(name, budget):
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("holds", [False, True])
-@pytest.mark.parametrize("between", [None, wide])
+@pytest.mark.parametrize(
+    ("between", "holds"), slow_but([(None, True), (wide, False)], product([None, wide], [False, True]))
+)
 @pytest.mark.parametrize(
     ("name", "budget"),
     slow_but(

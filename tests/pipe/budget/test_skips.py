@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import weakref
+from itertools import product
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from tests.settings import without_collector
+from tests.slow import slow_but
 from torchckpt import Pipe
 from torchckpt.errors import ArgumentError
 from torchckpt.pipe.skip import pop, stash
@@ -100,8 +102,10 @@ def gradients(layers, balance, in_graph, steps=3, chunks=4, **options):
 
 
 @pytest.mark.parametrize("in_graph", [False, True], ids=["step", "backward"])
-@pytest.mark.parametrize("budget", ["1GB", "95%"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "budget"),
+    slow_but([("across a stage", "1GB"), *product(MODELS, ["95%"])], product(MODELS, ["1GB", "95%"])),
+)
 def test_gradients_are_those_without_a_budget(model, budget, in_graph):
     expected = [gradients(*MODELS[model], in_graph, checkpoint=checkpoint) for checkpoint in ("never", "always")]
     seen = gradients(*MODELS[model], in_graph, budget=budget)
