@@ -5,7 +5,6 @@
     count             one stage: its forward and its backwards, by block; weights, gradients, optimizer state
     profile           the seconds of one stage that is run
     parts             the blocks, and what is before and after them
-    repeat            blocks that are like two before them, which are not run
     mesh              what users call: ``fake_mesh``, ranks that are not there, for stages that are parallelized
     parallel          what one rank tells others, and what FSDP2 gathers
     operation         FLOPs and moved bytes of operator calls; what an accelerator runs in their place

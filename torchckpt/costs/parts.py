@@ -54,10 +54,6 @@ class Parts(Scope):
         """A part begins."""
         self._starts.append((newest_node() + 1, part))
 
-    def call(self, function: Function, *args: Any, **kwargs: Any) -> Any:
-        """Call a block that was entered."""
-        return function(*args, **kwargs)
-
     def wrapped(self, number: int, function: Function) -> Function:
         if self._refuses_regions:
             raise RegionSeen
@@ -65,7 +61,7 @@ class Parts(Scope):
 
     def _region(self, function: Function, *args: Any, **kwargs: Any) -> Any:
         self.enter(args, kwargs)
-        outputs = self.call(function, *args, **kwargs)
+        outputs = function(*args, **kwargs)
         self.leave()
         return outputs
 
@@ -80,8 +76,8 @@ class Parts(Scope):
 
     @contextmanager
     def watched(self, children: Sequence[nn.Module] | None) -> Iterator[None]:
-        """A context around the forward, with :meth:`enter` and :meth:`leave` around each block, and :meth:`call` in its
-        place. ``children``: the modules whose calls are blocks; None where regions are."""
+        """A context around the forward, with :meth:`enter` and :meth:`leave` around each block. ``children``: the
+        modules whose calls are blocks; None where regions are."""
         self._refuses_regions = children is not None
         with ExitStack() as stack:
             stack.enter_context(self.entered())
@@ -92,9 +88,6 @@ class Parts(Scope):
                 leaving = child.register_forward_hook(lambda *_: self.leave())
                 stack.callback(entering.remove)
                 stack.callback(leaving.remove)
-                if "forward" not in vars(child):
-                    child.forward = partial(self.call, child.forward)
-                    stack.callback(vars(child).pop, "forward")
             yield
 
 
