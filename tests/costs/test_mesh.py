@@ -189,6 +189,22 @@ def test_a_block_that_stays_gathered_for_its_backward():
     assert gathers == [["forward", "backward"]] * 3 + [["forward"]]
 
 
+def test_the_table_is_of_a_block_whose_collectives_all_are_there():
+    """Without a gradient for the input, the reduction of the first block comes after the backward of all."""
+    with fake_mesh(dp=2) as mesh:
+
+        def build():
+            (stage,), x = sharded(8, mesh)()
+            return [stage], x.detach()
+
+        costs = pipeline_costs(build, "h100")
+    assert [each.kind for each in costs.counted[0].blocks[0].collectives] == ["all_gather", "all_gather"]
+    table = str(costs).partition("a block")[2].splitlines()[1:]
+    assert [row.split()[:2] for row in table] == [
+        ["forward", "all_gather"], ["backward", "all_gather"], ["backward", "reduce_scatter"]
+    ]  # fmt: skip
+
+
 def test_shards_of_a_later_dimension():
     from torch.distributed.tensor import Shard
 
