@@ -92,6 +92,7 @@ def test_the_search(capsys, tmp_path):
         ((*JOB[1:-1], "136", "--pp", "8", "--schedule", "interleaved_1f1b"), "do not divide into m // ranks rounds"),
         ((*JOB[1:], "--host", "200GB"), "a host is given without its bytes, or without those of its link"),
         ((*JOB[1:], "--policy", "some"), "invalid choice: 'some'"),
+        ((*JOB[1:], "--search", "--pp", "1", "--schedule", "zbv"), "a pipeline of one stage has no schedule"),
         ((*JOB[1:], "--link", "1"), "--link is given with --model"),
         ((*JOB[1:], "--balance"), "--balance is given with --model"),
         ((*JOB[1:], "--tp", "3", "--dp", "2"), "; works: --tp 2, --gpus 4 | the heads do not divide by tp; received: "),
@@ -101,3 +102,14 @@ def test_the_search(capsys, tmp_path):
 )
 def test_what_is_wrong_is_one_line(capsys, arguments, text):
     assert text in refused(capsys, "plan", *arguments)
+
+
+@pytest.mark.parametrize("options", [("--schedule", "zbv"), ("--schedule", "interleaved_1f1b", "--chunks", "4"),
+                                     ("--chunks", "2")])  # fmt: skip
+def test_a_schedule_of_one_stage_does_nothing(capsys, options):
+    call = (*JOB, "--tp", "8")
+    error = refused(capsys, *call, *options)
+    assert f"a pipeline of one stage has no schedule; received: {' '.join(options)}, --pp 1; works: the same w" in error
+    several = error.partition(", or with ")[2].split()
+    assert "step " in printed(capsys, *call, *options, *several)
+    assert printed(capsys, *call) == printed(capsys, *call, "--schedule", "1f1b", "--chunks", "1")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
+from torch import nn
 
 from tests.command.lines import printed, refused
 from torchckpt.planning.device import DEVICES
@@ -89,6 +90,41 @@ def test_what_does_not_fit_the_device_is_said_first(capsys, monkeypatch):
 def test_memory_is_looked_at_before_anything_is_counted(capsys, monkeypatch):
     monkeypatch.setattr("torchckpt.costs.chain._each", None)
     assert "of which those of stage 0 take" in refused(capsys, *TINY, "--device-memory", "1kB")
+
+
+def one_stage():
+    from tests.costs.models import Mlp, vector
+
+    return [nn.Sequential(*(Mlp() for _ in range(4)))], vector()
+
+
+@pytest.mark.parametrize("state", ["8", "4"])
+@pytest.mark.parametrize(
+    ("target", "options"),
+    [
+        ("examples.plan_llama:tiny", ["--schedule", "1f1b"]),
+        ("examples.plan_llama:tiny", ["--schedule", "all"]),
+        ("examples.plan_llama:tiny", ["--schedule", "zbv", "--ranks", "2"]),
+        ("examples.plan_llama:tiny", ["--schedule", "1f1b", "--host", "1kB", "--host-link", "1MB"]),
+        ("tests.command.test_plan_model:one_stage", ["--schedule", "1f1b", "--balance"]),
+    ],
+)
+def test_the_device_memory_that_an_error_names_is_enough(capsys, target, options, state):
+    call = ("plan", target, *H100, "--microbatches", "4", *options, "--optimizer-bytes", state)
+    left = json.loads(printed(capsys, *call, "--device-memory", "9MB", "--json"))["budget_bytes"]
+    error = refused(capsys, *call, "--device-memory", f"{9e6 - min(left) + 100:.0f}B")
+    assert f"received: {9e6 - min(left) + 100:.0f} bytes for rank" in error
+    assert "--budget" not in error
+    (enough,) = re.findall(r"works: --device-memory (\d+)B or more", error)
+    assert f" needs {enough} bytes even if it recomputes everything" in error
+    assert "step " in printed(capsys, *call, "--device-memory", f"{enough}B")
+    assert "the device is too small" in refused(capsys, *call, "--device-memory", f"{int(enough) - 1}B")
+
+
+def test_activations_alone_are_planned_without_device_memory(capsys):
+    error = refused(capsys, *TINY, "--device-memory", "1kB")
+    assert "works: --budget 60GB without --device-memory, to plan activations alone" in error
+    printed(capsys, *TINY, "--budget", "60GB")
 
 
 def test_the_step_has_a_unit(capsys):

@@ -1,5 +1,9 @@
-"""Models of two stages each, that differ in who keeps what; ``MODELS`` by name."""
+"""Models of two stages each, that differ in who keeps what; ``MODELS`` and ``DIFFERING`` by name."""
 from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from functools import partial
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -119,6 +123,59 @@ class Pair(nn.Module):
         return x, x > 0
 
 
+class Differing(nn.Module):
+    """Blocks of one class, of which the last three do something else than the first two, by ``how``: nothing of their
+    arguments or attributes says so, or little."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.turn = how, SimpleNamespace(is_late=False)
+        self.blocks = nn.ModuleList(_Switched(self.turn) for _ in range(5))
+        for number, block in enumerate(self.blocks):
+            if how == "hooks":
+                end = torch.sigmoid if number >= 2 else torch.neg
+                block.inner.register_forward_hook(lambda module, args, output, end=end: end(output))
+            elif how == "a patched module" and number >= 2:
+                block.inner.forward = torch.sigmoid
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, scale = x * 1.0, torch.rand(ROWS, WIDTH, dtype=x.dtype)
+        for number, block in enumerate(self.blocks):
+            is_late = number >= 2
+            self.turn.is_late = self.how == "an object" and is_late
+            if self.how == "methods":
+                x = checkpoint(block.gated if is_late else block, x)
+            elif self.how == "aliases":
+                x = block(x, x * 1.0 if is_late else x)
+            elif self.how == "what is shared":
+                x = block(x, scale + 1.0 if is_late else scale)
+            else:
+                with self._around(is_late):
+                    x = block(x)
+        return x.sin().to(scale.dtype)
+
+    def _around(self, is_late: bool) -> AbstractContextManager[object]:
+        if self.how == "autocast" and is_late:
+            return torch.autocast("cpu", torch.bfloat16)
+        return torch.set_grad_enabled(self.how != "no grad" or is_late)
+
+
+class _Switched(nn.Module):
+    def __init__(self, turn: SimpleNamespace) -> None:
+        super().__init__()
+        self.inner, self.gate, self.turn = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), turn
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        y = torch.tanh(self.inner(x)) * 2.0
+        return self.gated(y) if self.turn.is_late else y if scale is None else y * scale
+
+    def gated(self, x: Tensor) -> Tensor:
+        return self.inner(x) * torch.sigmoid(self.gate(x)) * 2.0
+
+
+_HOW = ("no grad", "autocast", "methods", "hooks", "a patched module", "an object", "aliases", "what is shared")
+
+
 def vector() -> Tensor:
     return torch.randn(ROWS, WIDTH)
 
@@ -147,3 +204,4 @@ MODELS = {
         lambda: torch.randn(2, ROWS, WIDTH),
     ),
 }
+DIFFERING = {how: _of(partial(Differing, how)) for how in _HOW}

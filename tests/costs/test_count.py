@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.costs.models import MODELS
+from tests.costs.models import DIFFERING, MODELS
 from tests.costs.run import DTYPES, Real
 from torchckpt.costs import pipeline_costs
 
@@ -47,3 +47,13 @@ def test_flops_are_those_of_a_run(name):
         every = range(len(stage.blocks))
         replays = real.backward_flops(number, every) - backward
         assert sum(block.replay_flops for block in stage.blocks) == replays
+
+
+@pytest.mark.parametrize("how", DIFFERING)
+def test_a_block_that_does_something_else_is_counted_as_it_runs(how):
+    real = Real(DIFFERING[how])
+    real.blocks = []  # only those of the model itself are regions
+    for number, stage in enumerate(pipeline_costs(DIFFERING[how], "h100", kernels="cpu").counted):
+        assert sum(part.work.saved_bytes for part in stage.parts) == real.saved_bytes(number, ())
+        assert sum(part.forward_flops for part in stage.parts) == real.forward_flops(number)
+        assert sum(part.backward_flops for part in stage.parts) == real.backward_flops(number)

@@ -30,8 +30,8 @@ class Tells(nn.Module):
         return self.second(self.talk(self.first(x)).sin())
 
 
-def of_blocks(talk, width=8):
-    return lambda: ([nn.Sequential(*(Tells(talk, width) for _ in range(2)))], torch.randn(4, width))
+def of_blocks(talk, width=8, blocks=2):
+    return lambda: ([nn.Sequential(*(Tells(talk, width) for _ in range(blocks)))], torch.randn(4, width))
 
 
 def reduced(group):
@@ -171,6 +171,49 @@ def test_one_rank_copies_what_several_gather():
 def collectives(build):
     parts = pipeline_costs(build, "h100").counted[0].parts
     return sorted((c.phase, c.kind, c.dimension, c.count) for part in parts for c in part.collectives)
+
+
+def test_a_block_that_stays_gathered_for_its_backward():
+    from torch.distributed.fsdp import fully_shard
+
+    with fake_mesh(dp=2) as mesh:
+
+        def build():
+            (stage,), x = of_blocks(torch.sin, 8, blocks=4)()
+            for block in stage:
+                fully_shard(block, mesh=mesh, reshard_after_forward=block is not stage[-1])
+            return [fully_shard(stage, mesh=mesh)], x.requires_grad_()
+
+        parts = pipeline_costs(build, "h100").counted[0].blocks
+    gathers = [[each.phase for each in part.collectives if each.kind == "all_gather"] for part in parts]
+    assert gathers == [["forward", "backward"]] * 3 + [["forward"]]
+
+
+def test_the_table_is_of_a_block_whose_collectives_all_are_there():
+    """Without a gradient for the input, the reduction of the first block comes after the backward of all."""
+    with fake_mesh(dp=2) as mesh:
+
+        def build():
+            (stage,), x = sharded(8, mesh)()
+            return [stage], x.detach()
+
+        costs = pipeline_costs(build, "h100")
+    assert [each.kind for each in costs.counted[0].blocks[0].collectives] == ["all_gather", "all_gather"]
+    table = str(costs).partition("a block")[2].splitlines()[1:]
+    assert [row.split()[:2] for row in table] == [
+        ["forward", "all_gather"], ["backward", "all_gather"], ["backward", "reduce_scatter"]
+    ]  # fmt: skip
+
+
+def test_shards_of_a_later_dimension():
+    from torch.distributed.tensor import Shard
+
+    def saved(dim):
+        with fake_mesh(dp=2) as mesh:
+            build = sharded(8, mesh, shard_placement_fn=lambda weight: Shard(dim if weight.dim() > 1 else 0))
+            return [part.work.saved_bytes for part in pipeline_costs(build, "h100").counted[0].blocks]
+
+    assert saved(1) == saved(0)
 
 
 def test_hybrid_shards_reduce_over_copies():

@@ -117,8 +117,8 @@ def _holding(build: Callable[[], Any], options: argparse.Namespace) -> Callable[
                 raise Unusable(
                     "the device is too small: parameters, gradients and optimizer state leave no memory; "
                     f"received: {options.device_memory:.12g} bytes, of which those of stage {number} take "
-                    f"{static:.12g}; works: more stages; state that is sharded, such as --optimizer-bytes 12/64; or "
-                    "--budget 60GB, to plan activations alone"
+                    f"{static:.12g}; works: --budget 60GB without --device-memory, to plan activations alone; or more "
+                    "stages, or state that is sharded, such as --optimizer-bytes 12/64"
                 )
         return model
 

@@ -113,6 +113,13 @@ def _layout(options: argparse.Namespace) -> Layout:
     schedule = options.schedule or "1f1b"
     if schedule == "all":
         raise Unusable("--schedule all is given with --model; works: --search, or --schedule 1f1b")
+    if split[2] == 1 and not (options.search and options.pp is None):
+        chunks = named.get("chunks", 1)
+        idle = [f"--schedule {schedule}"] * (schedule != "1f1b") + [f"--chunks {chunks}"] * (chunks > 1)
+        if idle:
+            several = schedule if schedule != "1f1b" else "interleaved_1f1b"
+            works = f"works: the same without {' and '.join(idle)}, or with --pp 2 --schedule {several}"
+            raise Unusable(f"a pipeline of one stage has no schedule; received: {' '.join(idle)}, --pp 1; {works}")
     named.setdefault("chunks", CHUNKS.get(schedule, 1))
     framework = options.framework or ("torchtitan" if state == "fsdp2" else "megatron")
     recompute = options.policy or "planned"

@@ -31,6 +31,7 @@ _CSV = "works: a schedule as torch.distributed.pipelining writes it"
 _OPTIONS = (
     (r"\bbudget=None", "no --budget"),
     (r"\bexact=True", "--exact"),
+    (r"\bDeviceMemory\((\d+)\)", r"--device-memory \1B"),
     (r'\bbytes="(\w+)"', r"--host \1"),
     (r"""\b(budget|device)=(['"]?)([^'",; ]+)\2""", r"--\1 \3"),
     (r"""\b(keep)=\[?'([^',\]]+)'[^;]*?(?=$|\]|;)\]?""", r"--\1 \2"),

@@ -4,7 +4,7 @@
     chain             the stages, run one after the other on tensors without memory
     count             one stage: its forward and its backwards, by block; weights, gradients, optimizer state
     profile           the seconds of one stage that is run
-    parts             the blocks, and what is before and after them; those that are like two before them are not run
+    parts             the blocks, and what is before and after them
     mesh              what users call: ``fake_mesh``, ranks that are not there, for stages that are parallelized
     parallel          what one rank tells others, and what FSDP2 gathers
     operation         FLOPs and moved bytes of operator calls; what an accelerator runs in their place

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchckpt.costs.operation import AFTER, BEFORE, BOTH_GRADS, FORWARD, INPUT_GRAD, REPLAY, Ledger, storages_in
-from torchckpt.costs.parts import Parts, Repeats
-from torchckpt.modules import module_of
+from torchckpt.costs.operation import AFTER, BEFORE, BOTH_GRADS, FORWARD, INPUT_GRAD, REPLAY, Ledger
+from torchckpt.costs.parts import Parts
 from torchckpt.planning.work.block import Block
 from torchckpt.planning.work.collective import Collective
 from torchckpt.regions.saved import storage_of
@@ -74,7 +73,6 @@ class _Forward(Parts):
     def __init__(self, ledger: Ledger, static: Mapping[StorageWeakRef, float]) -> None:
         super().__init__()
         self.ledger = ledger
-        self.repeats = Repeats()
         self.changing: set[int] = set()  # blocks that change what they are given
         self.boundaries: list[set[StorageWeakRef]] = []  # the inputs of each block
         self._saved: defaultdict[int, set[StorageWeakRef]] = defaultdict(set)  # by part
@@ -101,15 +99,6 @@ class _Forward(Parts):
     def reaches(self, part: int, *_: object) -> None:
         self.ledger.part = part
 
-    def call(self, function: Function, *args: Any, **kwargs: Any) -> Any:
-        """Call a block that was entered, unless another stands for it."""
-        part, module = self.ledger.part, module_of(function)
-        outputs = self.repeats.run(part, function, args, kwargs, self._stands)
-        if part in self.repeats.like and module is not None:
-            for storage in storages_in([*module.parameters(), *module.buffers()]):
-                self.ledger.use(storage)
-        return outputs
-
     def keep_result(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         was_keeping, self.ledger.is_keeping = self.ledger.is_keeping, True
         try:
@@ -118,11 +107,6 @@ class _Forward(Parts):
             self.ledger.is_keeping = was_keeping
         self._kept[self.ledger.part].update(key for tensor in tensors_in(outputs) for key in self._met(tensor))
         return outputs
-
-    def _stands(self, part: int, outputs: Any) -> bool:
-        """Whether a block can stand for others: nobody else holds what it returned, and it left its inputs alone."""
-        held = self._saved[part] | self._kept[part] | self.boundaries[part] | self._static.keys()
-        return part not in self.changing and held.isdisjoint(storages_in(outputs))
 
     def pack(self, tensor: Tensor) -> Tensor:
         storages = self._met(tensor)
@@ -211,9 +195,6 @@ def _parts(forward: _Forward, static: Mapping[StorageWeakRef, float]) -> Iterabl
         static_bytes[ledger.users.get(storage, BEFORE)] += size
     parts: dict[int, Part] = {}
     for part in (BEFORE, AFTER, *range(len(forward.boundaries))):
-        if part in forward.repeats.like:
-            parts[part] = parts[forward.repeats.like[part]]
-            continue
         phases = FORWARD, INPUT_GRAD, BOTH_GRADS, REPLAY
         ahead, inner, both, replay = (max(ledger.seconds[phase, part], ledger.beside[phase, part]) for phase in phases)
         forward_flops, _, backward_flops, replay_flops = (ledger.flops[phase, part] for phase in phases)

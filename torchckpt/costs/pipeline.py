@@ -79,9 +79,10 @@ class PipelineCosts:
         return f"{head}; of one micro-batch:\n\n{aligned(rows)}\n\n{static}{self._collectives()}"
 
     def _collectives(self) -> str:
-        """The collectives of the first block that has any, as a table."""
-        blocks = (part.collectives for counted in self.counted for part in counted.blocks if part.collectives)
-        rows = [each.cells for each in next(blocks, ())]
+        """The collectives of the first block that has most, as a table. The first of a stage may have no gradient to
+        pass on, and FSDP2 then reduces its own after the backward."""
+        blocks = [part.collectives for counted in self.counted for part in counted.blocks]
+        rows = [each.cells for each in max(blocks, key=len, default=())]
         return f"\n\n{aligned([HEADS, *rows])}" if rows else ""
 
 

@@ -10,11 +10,11 @@ from fractions import Fraction
 from numbers import Integral, Real
 from typing import TypeAlias, TypeGuard
 
-from torchckpt.errors import BudgetInfeasible, Fault, check, raise_fault
+from torchckpt.errors import Fault, check, raise_fault
 
 __all__ = [
     "UNITS", "WORKS", "Amount", "Budget", "Bytes", "DeviceMemory", "Limit", "budget_bytes", "bytes_per_rank",
-    "check_budget", "enough", "read", "read_budgets", "trouble", "typed", "whole", "without_static", "written",
+    "check_budget", "enough", "read", "read_budgets", "trouble", "typed", "whole", "written",
 ]
 
 Budget: TypeAlias = "str | float"
@@ -145,22 +145,6 @@ the rank that holds most when all is kept."""
 
 Limit: TypeAlias = "Bytes | DeviceMemory"
 """Budgets, or what devices have in all."""
-
-
-def without_static(memory: DeviceMemory, static_bytes: Sequence[float]) -> tuple[float, ...]:
-    """The bytes of each rank that are left for activations. BudgetInfeasible, if none are on some rank."""
-    most = max(static_bytes)
-    if most < memory.total_bytes:
-        return tuple(memory.total_bytes - taken for taken in static_bytes)
-    rank = list(static_bytes).index(most)
-    raise BudgetInfeasible(
-        f"the device is too small: parameters, gradients and optimizer state leave no memory on rank {rank}\n"
-        f"  received: {whole(memory.total_bytes)} bytes, of which those take {enough(most)} on rank {rank}\n"
-        "  works:    more stages; or state that is sharded over data-parallel ranks, such as optimizer_bytes=12 / 64",
-        most,
-        None,
-        rank,
-    )
 
 
 def bytes_per_rank(limit: Bytes, ranks: int, peak_bytes: float) -> tuple[float, ...]:

@@ -8,9 +8,10 @@ import pytest
 from tests.planning.plan.published import gpt
 from torchckpt.errors import BudgetInfeasible
 from torchckpt.planning import one_f_one_b
-from torchckpt.planning.budget import DeviceMemory, without_static
+from torchckpt.planning.budget import DeviceMemory
 from torchckpt.planning.plan import PipelinePlan, plan_pipeline
 from torchckpt.planning.plan.every import plan_every
+from torchckpt.planning.work.host import Host
 
 
 def stages(*counts, static=3.0):
@@ -19,13 +20,21 @@ def stages(*counts, static=3.0):
     return [replace(one, blocks=tuple(replace(block, static_bytes=static) for block in one.blocks)) for one in found]
 
 
-def test_what_is_left_of_it():
-    assert without_static(DeviceMemory(10.0), (4.0, 0.0)) == (6.0, 10.0)
+@pytest.mark.parametrize("host", [None, Host(1e3, 10.0)])
+@pytest.mark.parametrize("memory", [20.5, 20.0, 4.0])
+def test_the_memory_that_is_enough(memory, host):
+    """With room for something beside the parameters, with none, and with too little for these."""
+    schedule, own = one_f_one_b(2, 4), stages(8, 8, static=2.5)
     with pytest.raises(BudgetInfeasible) as error:
-        without_static(DeviceMemory(4.0), (1.0, 4.0))
-    assert (error.value.rank, error.value.least_bytes) == (1, 4.0)
-    assert "received: 4 bytes, of which those take 4 on rank 1" in str(error.value)
-    assert "works:    more stages; or state that is sharded" in str(error.value)
+        plan_pipeline(schedule, own, DeviceMemory(memory), host=host)
+    least = error.value.least_bytes
+    assert f"rank {error.value.rank} needs {least:g} bytes even if it recomputes everything" in str(error.value)
+    assert f"received: {memory:g} bytes for rank" in str(error.value)
+    assert "of which parameters, gradients and optimizer state take 20" in str(error.value)
+    assert f"works:    DeviceMemory({least:g}) or more" in str(error.value)
+    plan = plan_pipeline(schedule, own, DeviceMemory(least), host=host)
+    assert max(map(sum, zip(plan.static_bytes, plan.peak_bytes))) <= least
+    assert error.value.plan.step_seconds == plan.step_seconds
 
 
 def test_a_plan_is_that_of_the_budgets_that_are_left():

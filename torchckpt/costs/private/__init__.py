@@ -21,7 +21,7 @@ from torchckpt.modules import imported
 from torchckpt.tensors import inner_tensors
 
 __all__ = [
-    "VALUES_ASKED", "TorchDispatchMode", "fused_attention", "gathering_of", "is_unallocated", "is_view", "sharded_kind",
+    "VALUES_ASKED", "TorchDispatchMode", "fused_attention", "is_unallocated", "is_view", "sharded_kind",
     "unallocated",
 ]
 
@@ -58,13 +58,6 @@ def is_unallocated(tensor: Tensor) -> bool:
 def sharded_kind(value: object) -> str | None:
     """How a tensor or a module is sharded, in words; None if it is not."""
     return next((kind for module, name, kind in _SHARDED if isinstance(value, imported(module, name))), None)
-
-
-def gathering_of(state: object) -> str:
-    """In which dtypes a module under FSDP2 gathers, and whether it does so in the backward, too."""
-    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-    names = "mp_policy", "_mp_policy", "post_forward_mesh_info"
-    return str([getattr(group, name, None) for group in groups for name in names])
 
 
 def is_view(operator: Any) -> bool:

@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import NoReturn
 
 from torchckpt.errors import BudgetInfeasible, called
 from torchckpt.planning.budget import Limit, enough, whole
@@ -82,23 +83,30 @@ def _plan(problem: Problem, found: Candidate) -> PipelinePlan:
     return PipelinePlan.of(problem, replace(problem.schedule, ranks=tuple(ranks)), choices)
 
 
-def _refuse(problem: Problem) -> None:
-    """Raise the error for a budget that is too small, with the least budget that works and its plan."""
-    rank = max(problem.too_small, key=lambda rank: problem.least_bytes[rank] / problem.budget_bytes[rank])
-    least = problem.least_bytes[rank]
-    needed = [max(least, budget) for least, budget in zip(problem.least_bytes, problem.budget_bytes)]
-    if len(set(problem.budget_bytes)) == 1:  # one for all
+def _refuse(problem: Problem) -> NoReturn:
+    """Raise the error for a budget, or a device, that is too small, with the least that works and its plan."""
+    memory, static = problem.memory, problem.keep_all.static_bytes
+    needs = problem.least_bytes if memory is None else problem.least_device_bytes
+    given = problem.budget_bytes if memory is None else [memory.total_bytes] * len(static)
+    rank = max(problem.too_small, key=lambda rank: needs[rank] / (given[rank] or 1.0))
+    needed = [max(least, budget) for least, budget in zip(needs, given)]
+    if len(set(given)) == 1:  # one for all
         needed = [max(needed)] * len(needed)
     others = [other for other in problem.too_small if other != rank]
     also = "; too little for " + ", ".join(f"rank {other}" for other in others) + ", too" if others else ""
-    host = ""
+    least, host = enough(needs[rank]), ""
     if problem.host is not None:
         host = f", and {whole(problem.host_bytes[rank])} bytes on its host do not make up for it"
+    limit, taken, works = "budget", "", f"budget={least} or more, or"
+    if memory is not None:
+        needed = [amount - of_rank for amount, of_rank in zip(needed, static)]
+        limit, works = "device", f"DeviceMemory({least}) or more, more stages,"
+        taken = f", of which parameters, gradients and optimizer state take {enough(static[rank])}"
     raise BudgetInfeasible(
-        f"the budget is too small: rank {rank} needs {enough(least)} bytes even if it recomputes everything{host}\n"
-        f"  received: {whole(problem.budget_bytes[rank])} bytes for rank {rank}{also}\n"
-        f"  works:    budget={enough(least)} or more, or fewer micro-batches in flight, or smaller ones",
-        least,
+        f"the {limit} is too small: rank {rank} needs {least} bytes even if it recomputes everything{host}\n"
+        f"  received: {whole(given[rank])} bytes for rank {rank}{taken}{also}\n"
+        f"  works:    {works} fewer micro-batches in flight, or smaller ones",
+        needs[rank],
         planned(problem.within(needed)),
         rank,
     )
@@ -183,8 +191,8 @@ def plan_pipeline(
 
     Raises:
         ArgumentError: an argument is wrong.
-        BudgetInfeasible: the budget is below the need of a rank that recomputes everything, and the host cannot make up
-            for it. The error has a budget that works, and its plan.
+        BudgetInfeasible: the budget, or the device, is below the need of a rank that recomputes everything, and the
+            host cannot make up for it. The error has a budget, or a device memory, that works, and its plan.
     """
     problem = problem_of(schedule, stages, budget, link, host)
     return planned_with_moves(problem) if balance else planned(problem)

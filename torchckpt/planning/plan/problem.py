@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torchckpt.errors import Fault, brief, check, raise_fault
-from torchckpt.planning.budget import DeviceMemory, Limit, bytes_per_rank, without_static
+from torchckpt.planning.budget import DeviceMemory, Limit, bytes_per_rank
 from torchckpt.planning.order.program import Program
 from torchckpt.planning.order.schedule import Kind, Schedule
 from torchckpt.planning.order.validity import check_schedule
@@ -76,9 +76,16 @@ class Problem:
         """The peak bytes of each rank if it drops every block."""
         return tuple(max(lane.profile(lane.all_dropped()), default=0.0) for lane in self.lanes)
 
+    @cached_property
+    def least_device_bytes(self) -> tuple[float, ...]:
+        """The same with parameters, gradients and optimizer state."""
+        return tuple(map(sum, zip(self.keep_all.static_bytes, self.least_bytes)))
+
     @property
     def too_small(self) -> list[int]:
-        """The ranks whose budget is below their least bytes."""
+        """The ranks whose budget, or device, is below their least bytes."""
+        if self.memory is not None:
+            return [rank for rank, least in enumerate(self.least_device_bytes) if least > self.memory.total_bytes]
         pairs = zip(self.least_bytes, self.lanes)
         return [rank for rank, (least, lane) in enumerate(pairs) if least > lane.budget_bytes]
 
@@ -96,8 +103,12 @@ class Problem:
         if self.memory is None:
             return replace(self, stages=stages)
         static = Step(self.schedule, stages, self.links).static_bytes
-        total = self.memory.total_bytes  # a budget below zero is one of a partition that is not planned
-        return replace(self, stages=stages, budget_bytes=tuple(max(0.0, total - taken) for taken in static))
+        return replace(self, stages=stages, budget_bytes=_left(self.memory, static))
+
+
+def _left(memory: DeviceMemory, static_bytes: Sequence[float]) -> tuple[float, ...]:
+    """The budget of each rank; none where parameters, gradients and optimizer state take more than there is."""
+    return tuple(max(0.0, memory.total_bytes - taken) for taken in static_bytes)
 
 
 def problem_of(
@@ -113,7 +124,7 @@ def problem_of(
     keep_all = Step(schedule, tuple(listed), tuple(links))
     host = None if host is None else _counted(host, len(schedule.ranks))
     if isinstance(budget, DeviceMemory):
-        limits = without_static(budget, keep_all.static_bytes)
+        limits = _left(budget, keep_all.static_bytes)
         return Problem(schedule, keep_all.stages, keep_all.links, limits, budget, host)
     limits = bytes_per_rank(budget, len(schedule.ranks), max(keep_all.peak_bytes))
     return Problem(schedule, keep_all.stages, keep_all.links, limits, None, host)
