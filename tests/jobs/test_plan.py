@@ -4,6 +4,7 @@ from __future__ import annotations
 import math
 import random
 import re
+from contextlib import suppress
 from dataclasses import replace
 from xml.etree import ElementTree
 
@@ -11,7 +12,7 @@ import pytest
 
 from torchckpt.errors import ArgumentError, BudgetInfeasible
 from torchckpt.jobs import MACHINES, MODELS, Job, Layout, plan_job
-from torchckpt.jobs.layout import SOFTWARE
+from torchckpt.jobs.layout import RECOMPUTES, SOFTWARE
 from torchckpt.jobs.plan import BUFFERS, MARGIN, drawn
 from torchckpt.planning.order.schedules import NAMES
 from torchckpt.planning.work.host import Host
@@ -213,12 +214,48 @@ def test_a_device_with_the_bytes_that_an_error_names_is_enough_and_less_is_not(
         plan_job(whole, least - 2e6)
 
 
-def test_what_is_planned_and_does_not_fit_may_do_with_everything_recomputed():
-    with pytest.raises(BudgetInfeasible) as error:
-        plan_job(job(), 5e9)
-    with pytest.raises(BudgetInfeasible, match=r"works: +recompute='full'"):
-        plan_job(job(), error.value.least_bytes - 1e6)
-    plan_job(job(replace(FLAGSHIP, recompute="full")), error.value.least_bytes - 1e6)
+@pytest.mark.parametrize(("pp", "micro_batch"), [(1, 1), (4, 1), (4, 4)])
+@pytest.mark.parametrize("state", ["zero1", "fsdp2"])
+def test_a_plan_that_recomputes_everything_needs_the_same_bytes_under_both_names(pp, micro_batch, state):
+    layout = Layout(gpus=4, pp=pp, dp=4 // pp, micro_batch=micro_batch, global_batch=32, state=state)
+    needed = []
+    for recompute in ("full", "planned"):
+        with pytest.raises(BudgetInfeasible) as error:
+            plan_job(job(replace(layout, recompute=recompute), "mistral-7b"), 5e9)
+        needed.append(error.value.least_bytes)
+    assert needed[0] == needed[1]
+
+
+def test_what_saves_the_same_bytes_needs_the_same():
+    """Selective recomputation of a fused attention frees nothing."""
+    none, selective = (plan_job(job(replace(FLAGSHIP, recompute=name))) for name in ("none", "selective"))
+    assert none.peak_bytes == selective.peak_bytes
+
+
+@pytest.mark.parametrize(("split", "memory"), [
+    ({"tp": 4, "dp": 2}, 25e9), ({"tp": 4, "dp": 2}, 80e9), ({"tp": 2, "dp": 2, "pp": 2}, 42e9),
+    ({"tp": 2, "dp": 2, "pp": 2, "schedule": "zero_bubble"}, 57e9),
+])  # fmt: skip
+def test_the_bound_is_below_the_steps_of_all_policies(split, memory):
+    """What selective recomputation makes again is in no bound, and no bound is above what it reaches."""
+    layout = Layout(gpus=8, **split, global_batch=16, state="fsdp2", software=SOFTWARE["torchtitan"])
+    plans = {}
+    for recompute in RECOMPUTES:
+        with suppress(BudgetInfeasible):
+            plans[recompute] = plan_job(job(replace(layout, recompute=recompute), "llama3-8b"), memory)
+    assert {"selective", "full", "planned"} <= set(plans)
+    bounds = [plan.bound_seconds for plan in plans.values()]
+    assert bounds == pytest.approx([bounds[0]] * len(bounds))
+    assert max(bounds) <= min(plan.step_seconds for plan in plans.values()) * (1 + 1e-9)
+
+
+def test_what_a_selective_recompute_makes_again_is_in_its_share():
+    layout = Layout(gpus=8, tp=8, global_batch=8, state="fsdp2", software=SOFTWARE["torchtitan"])
+    shares = [plan_job(job(replace(layout, recompute=name), "llama3-8b")).recomputed_share for name in RECOMPUTES]
+    none, selective, full, planned = shares
+    assert none == planned == 0 < selective < full == 1
+    plan = plan_job(job(replace(layout, recompute="selective"), "llama3-8b"))
+    assert f", {selective:.1%} recomputed;".replace("%", " %") in plan.summary
 
 
 def test_a_near_layout_whose_schedule_has_no_such_micro_batches_is_none():

@@ -84,9 +84,19 @@ class JobPlan:
 
     @cached_property
     def recomputed_share(self) -> float:
+        """The seconds of recomputation, as a share of what recomputing every block takes."""
         if self.pipeline is not None:
             return self.pipeline.recomputed_share
-        return self.job.layout.recomputed_share if self.job.layout.recompute == "full" else 0.0
+        layout, stages = self.job.layout, self._of_blocks.stages
+        if layout.recompute != "selective":
+            return layout.recomputed_share if layout.recompute == "full" else 0.0
+        backward, others = (sum(stage.input_grad_seconds for stage in each) for each in (self.job.stages, stages))
+        return (backward - others) / sum(stage.recompute_seconds for stage in stages)
+
+    @cached_property
+    def _of_blocks(self) -> Job:
+        """The job whose blocks are kept or recomputed as a whole."""
+        return _with(self.job, recompute="planned")
 
     @cached_property
     def away_share(self) -> float:
@@ -97,15 +107,18 @@ class JobPlan:
 
     @cached_property
     def bound_seconds(self) -> float:
-        """No plan of this schedule and layout has a shorter step, whatever it recomputes."""
-        plan, job = self.pipeline, self.job
+        """No plan of this schedule and layout has a shorter step, whatever it recomputes: whole blocks, or what
+        ``selective`` does of all."""
+        plan, job = self.pipeline, self._of_blocks
         problem = _problem(job, rooms(job, self.device_bytes)) if plan is None else plan.problem
         if job.overlaps:
             roomy = problem if problem.host is None else problem.within([_ROOMY] * job.layout.pp)
             bound = math.inf if roomy.too_small else busiest_seconds(roomy.lanes)
         else:
             bound = problem.bound_seconds if plan is None else plan.bound_seconds
-        return job.whole_seconds(bound) if math.isfinite(bound) else math.nan
+        selective = _with(job, recompute="selective")
+        bounds = [job.whole_seconds(bound), *([selective.step_seconds] if fits(selective, self.device_bytes) else [])]
+        return min(bounds) if math.isfinite(min(bounds)) else math.nan
 
     def __str__(self) -> str:
         tables = [list(self._rows()), [HEADS, *(each.cells for each in self.job.collectives)]]
@@ -207,6 +220,11 @@ def fitting(job: Job, device_bytes: float, host: Host | None = None) -> JobPlan 
         return None
 
 
+def _with(job: Job, **changes: str) -> Job:
+    """The job in a layout with these changes."""
+    return replace(job, layout=replace(job.layout, **changes))
+
+
 def fits(job: Job, device_bytes: float) -> bool:
     """Whether each rank of the job fits, if need be with everything recomputed where that is planned."""
     return min(rooms(job, device_bytes)) > 0 and max(map(_device_bytes, _least(job))) <= device_bytes
@@ -270,7 +288,7 @@ def _near(job: Job, device_bytes: float) -> Iterator[Layout]:
 
 def _changed(layout: Layout) -> Iterator[Layout]:
     """Layouts that differ in one thing, and need less memory."""
-    if layout.recompute != "full":
+    if layout.recompute in ("none", "selective"):
         yield replace(layout, recompute="full")
     if layout.state == "none":
         yield replace(layout, state="zero1")
