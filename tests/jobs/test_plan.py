@@ -90,6 +90,10 @@ def test_the_error_names_the_part_and_the_nearest_layout_that_fits():
         ({"chunks": 2}, "the schedule 1f1b fixes its number of stages on a rank", "chunks=1"),
         ({"schedule": "zbv", "chunks": 3}, "the schedule zbv fixes its number of stages on a rank", "interleaved"),
         ({"global_batch": 10**12}, "stages times micro-batches are more than 1000000", "global_batch=500000"),
+        ({"state": "fsdp2", "shards": 64}, "dp x cp does not divide by the shards", "shards=2"),
+        ({"head": "balanced", "pp": 1, "tp": 32}, "a balanced head needs several ranks", "head='last'"),
+        ({"head": "balanced", "schedule": "zbv"}, "a balanced head needs several ranks", "head='last'"),
+        ({"ahead": 2, "schedule": "zbv"}, "no schedule but 1F1B runs more forwards ahead", "ahead=0"),
         ({"schedule": "dualpipe_v", "global_batch": 4}, "m is too small.*\n.*global_batch=4", "global_batch=16"),
     ],
 )
@@ -99,6 +103,20 @@ def test_a_layout_that_does_not_divide(changes, wrong, works):
     with pytest.raises(ArgumentError, match=wrong) as error:
         plan_job(job(replace(FLAGSHIP, **values), model))
     assert works in str(error.value)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_host_is_for_what_is_planned(recompute):
+    layout = replace(FLAGSHIP, recompute=recompute)
+    with pytest.raises(ArgumentError, match=f"only what is planned goes there\n.*{recompute}.*\n.*recompute='planned'"):
+        plan_job(job(layout), host=Host(200e9, 50e9))
+
+
+@pytest.mark.parametrize("memory", [0, -1, math.nan, math.inf, True, "80", "50%", [80e9]])
+def test_the_memory_of_a_device_is_a_size(memory):
+    with pytest.raises(ArgumentError, match=r"the memory of a device is not .*\n.*\n.*device_bytes=\"80GB\""):
+        plan_job(job(), memory)
+    assert plan_job(job(), "60GB").device_bytes == plan_job(job(), 60e9).device_bytes == 60e9
 
 
 @pytest.mark.parametrize("schedule", ["zero_bubble", "zbv", "dualpipe_v", "interleaved_1f1b"])
@@ -204,7 +222,7 @@ def test_a_device_with_the_bytes_that_an_error_names_is_enough_and_less_is_not(
     """Also where the plan recomputes everything, and still needs the gradients of a layer's activations beside that."""
     layout = Layout(gpus=8, pp=4, dp=2, global_batch=16, schedule=schedule, recompute=recompute, state=state,
                     software=SOFTWARE[framework])  # fmt: skip
-    whole = job(layout, "llama3-8b")
+    whole, host = job(layout, "llama3-8b"), host if recompute == "planned" else None
     with pytest.raises(BudgetInfeasible) as error:
         plan_job(whole, 5e9, host)
     least = error.value.least_bytes

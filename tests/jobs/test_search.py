@@ -142,6 +142,17 @@ def test_fields_that_are_fixed(values):
     assert {tuple(getattr(plan.job.layout, name) for name in values) for plan in found.best} == {(*values.values(),)}
 
 
+@pytest.mark.parametrize("fixed", ["tp", ("tpp",), ("tp", 3)])
+def test_what_is_fixed_are_fields(fixed):
+    with pytest.raises(ArgumentError, match="what is fixed is not a list of fields of a layout: gpus, tp, "):
+        search_layouts(MODEL, H100, BASE, fixed=fixed)
+
+
+def test_a_search_of_another_policy_takes_no_host():
+    with pytest.raises(ArgumentError, match="only what is planned goes there"):
+        search_layouts(MODEL, H100, replace(BASE, recompute="full"), host=Host("1TB", out="1GB"), fixed=("recompute",))
+
+
 def test_a_search_of_planned_layouts_sends_blocks_to_the_host_as_a_plan_does():
     values = {"recompute": "planned", "pp": 4, "tp": 1, "cp": 1, "schedule": "1f1b", "micro_batch": 2}
     base, host = replace(BASE, **values), Host("1TB", out="400GB")

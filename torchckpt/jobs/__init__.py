@@ -9,6 +9,7 @@ No torch is imported, and no model is made: parameters, FLOPs, bytes and collect
     layer                the seconds of one layer; the bytes that it keeps
     layout, presets      how a job is split, and its schedule; public models by name
     model, rates         sizes of a transformer; what devices reach of their peaks
+    fields               what is wrong with the values of a description
 """
 from __future__ import annotations
 

@@ -9,11 +9,12 @@ from functools import cached_property
 from statistics import fmean
 from typing import NoReturn
 
-from torchckpt.errors import ArgumentError, BudgetInfeasible, called, check
+from torchckpt.errors import ArgumentError, BudgetInfeasible, Fault, called, check
 from torchckpt.jobs.job import Job
 from torchckpt.jobs.layout import Layout
 from torchckpt.jobs.memory import RankMemory, memory_of
-from torchckpt.planning.budget import enough, whole
+from torchckpt.jobs.rates import Machine
+from torchckpt.planning.budget import Budget, enough, read, trouble, whole
 from torchckpt.planning.draw.canvas import STYLE, Axis, Canvas
 from torchckpt.planning.draw.units import aligned, percent
 from torchckpt.planning.plan.pipeline import planned
@@ -96,7 +97,7 @@ class JobPlan:
     @cached_property
     def _of_blocks(self) -> Job:
         """The job whose blocks are kept or recomputed as a whole."""
-        return _with(self.job, recompute="planned")
+        return _under(self.job, "planned")
 
     @cached_property
     def away_share(self) -> float:
@@ -116,7 +117,7 @@ class JobPlan:
             bound = math.inf if roomy.too_small else busiest_seconds(roomy.lanes)
         else:
             bound = problem.bound_seconds if plan is None else plan.bound_seconds
-        selective = _with(job, recompute="selective")
+        selective = _under(job, "selective")
         bounds = [job.whole_seconds(bound), *([selective.step_seconds] if fits(selective, self.device_bytes) else [])]
         return min(bounds) if math.isfinite(min(bounds)) else math.nan
 
@@ -180,7 +181,7 @@ class JobPlan:
 
 
 @called("plan_job()")
-def plan_job(job: Job, device_bytes: float | None = None, host: Host | None = None) -> JobPlan:
+def plan_job(job: Job, device_bytes: Budget | None = None, host: Host | None = None) -> JobPlan:
     """The plan of a job, within the memory of its devices.
 
     >>> from torchckpt.jobs import MACHINES, Layout, model_named
@@ -192,19 +193,33 @@ def plan_job(job: Job, device_bytes: float | None = None, host: Host | None = No
     Args:
         job: its layout is checked. ``recompute="planned"`` keeps what fits, and recomputes the rest as the planner of
             pipelines chooses.
-        device_bytes: memory of each device. Default: that of its data sheet.
-        host: the memory of each rank on its host, and its link; blocks are sent there where that is shorter.
+        device_bytes: memory of each device: a number, or a size such as ``"80GB"``. Default: that of its data sheet.
+        host: the memory of each rank on its host, and its link; blocks are sent there where that is shorter. For
+            ``recompute="planned"`` alone.
 
     Raises:
-        ArgumentError: model and layout do not divide.
+        ArgumentError: model and layout do not divide, or an argument is wrong.
         BudgetInfeasible: a rank does not fit. The error names the largest part, and the nearest layout that fits.
     """
+    memory = asked(job.machine, job.layout, device_bytes, host)
     check(list(job.layout.faults(job.model)))
-    memory = job.machine.device.memory_bytes if device_bytes is None else device_bytes
     plan = fitting(job, memory, host)
     if plan is None:
         _refuse(job, memory)
     return plan
+
+
+def asked(machine: Machine, layout: Layout, device_bytes: Budget | None, host: Host | None) -> float:
+    """The memory of a device. An ArgumentError, if that is no size, or if the layout sends nothing to the host."""
+    amount, faults = read(machine.device.memory_bytes if device_bytes is None else device_bytes), []
+    if amount is None or amount.is_share or amount.number > _ROOMY:
+        rule = 'the memory of a device is not a number of bytes from 1 to 1e18, or a size such as "80GB"'
+        faults.append(Fault(rule, f"device_bytes={trouble(device_bytes)}", 'device_bytes="80GB"'))
+    if host is not None and layout.recompute != "planned":
+        rule = "a host is given, but only what is planned goes there"
+        faults.append(Fault(rule, f"recompute={layout.recompute!r}", "recompute='planned'"))
+    check(faults)
+    return 0.0 if amount is None else float(amount.number)
 
 
 def fitting(job: Job, device_bytes: float, host: Host | None = None) -> JobPlan | None:
@@ -220,9 +235,9 @@ def fitting(job: Job, device_bytes: float, host: Host | None = None) -> JobPlan 
         return None
 
 
-def _with(job: Job, **changes: str) -> Job:
-    """The job in a layout with these changes."""
-    return replace(job, layout=replace(job.layout, **changes))
+def _under(job: Job, recompute: str) -> Job:
+    """The job under another policy."""
+    return replace(job, layout=replace(job.layout, recompute=recompute))
 
 
 def fits(job: Job, device_bytes: float) -> bool:

@@ -9,15 +9,16 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, TypeVar
 
 from torchckpt.errors import ArgumentError, Fault, brief, called, raise_fault
 from torchckpt.jobs.job import Job
 from torchckpt.jobs.layout import SOFTWARE, Layout
 from torchckpt.jobs.model import Model
-from torchckpt.jobs.plan import JobPlan, fits, fitting, rooms
+from torchckpt.jobs.plan import JobPlan, asked, fits, fitting, rooms
 from torchckpt.jobs.rates import Machine
+from torchckpt.planning.budget import Budget
 from torchckpt.planning.draw.units import aligned, percent
 from torchckpt.planning.work.host import Host
 
@@ -96,7 +97,7 @@ def search_layouts(
     model: Model,
     machine: Machine,
     base: Layout,
-    device_bytes: float | None = None,
+    device_bytes: Budget | None = None,
     host: Host | None = None,
     progress: Callable[[int, int], None] | None = None,
     fixed: Collection[str] = (),
@@ -113,12 +114,17 @@ def search_layouts(
         fixed: fields of ``base`` that all layouts have, such as ``("tp", "schedule")``. Default: gpus, batch, sequence.
 
     Raises:
-        ArgumentError: no layout divides, or none fits. The error counts the reasons.
+        ArgumentError: no layout divides, or none fits; the error counts the reasons. Or an argument is wrong.
     """
     if host is not None and isinstance(host.bytes, tuple):
         rule = "a search has layouts of many ranks, and a host of one size"
         raise_fault(Fault(rule, f"bytes={brief(list(host.bytes))}", 'Host("200GiB", out="25GB")'))
-    memory = machine.device.memory_bytes if device_bytes is None else device_bytes
+    names = [each.name for each in fields(Layout)]
+    if isinstance(fixed, str) or not set(fixed) <= set(names):
+        rule = f"what is fixed is not a list of fields of a layout: {', '.join(names)}"
+        raise_fault(Fault(rule, f"fixed={brief(fixed)}", 'fixed=("tp",)'))
+    layout = base if "recompute" in fixed else replace(base, recompute="planned")
+    memory = asked(machine, layout, device_bytes, host)
     result = SearchResult()
     try:
         waiting = _bounded(model, machine, Space(model, base, machine.network.node_devices, fixed), memory, result)
