@@ -17,6 +17,7 @@ from torchckpt.jobs.rates import Machine
 from torchckpt.planning.budget import Budget, enough, read, trouble, whole
 from torchckpt.planning.draw.canvas import STYLE, Axis, Canvas
 from torchckpt.planning.draw.units import aligned, percent
+from torchckpt.planning.plan.away import bound_seconds
 from torchckpt.planning.plan.pipeline import planned
 from torchckpt.planning.plan.problem import Problem, problem_of
 from torchckpt.planning.plan.result import PipelinePlan
@@ -97,7 +98,7 @@ class JobPlan:
     @cached_property
     def _of_blocks(self) -> Job:
         """The job whose blocks are kept or recomputed as a whole."""
-        return _under(self.job, "planned")
+        return under(self.job, "planned")
 
     @cached_property
     def away_share(self) -> float:
@@ -110,16 +111,13 @@ class JobPlan:
     def bound_seconds(self) -> float:
         """No plan of this schedule and layout has a shorter step, whatever it recomputes: whole blocks, or what
         ``selective`` does of all."""
-        plan, job = self.pipeline, self._of_blocks
-        problem = _problem(job, rooms(job, self.device_bytes)) if plan is None else plan.problem
-        if job.overlaps:
-            roomy = problem if problem.host is None else problem.within([_ROOMY] * job.layout.pp)
-            bound = math.inf if roomy.too_small else busiest_seconds(roomy.lanes)
-        else:
-            bound = problem.bound_seconds if plan is None else plan.bound_seconds
-        selective = _under(job, "selective")
-        bounds = [job.whole_seconds(bound), *([selective.step_seconds] if fits(selective, self.device_bytes) else [])]
-        return min(bounds) if math.isfinite(min(bounds)) else math.nan
+        job = self._of_blocks
+        problem = _problem(job, rooms(job, self.device_bytes)) if self.pipeline is None else self.pipeline.problem
+        bound = job.whole_seconds(_busiest(problem) if job.overlaps else bound_seconds(problem))
+        selective = under(job, "selective")
+        if fits(selective, self.device_bytes):
+            bound = min(bound, selective.step_seconds)
+        return bound if math.isfinite(bound) else math.nan
 
     def __str__(self) -> str:
         tables = [list(self._rows()), [HEADS, *(each.cells for each in self.job.collectives)]]
@@ -235,7 +233,7 @@ def fitting(job: Job, device_bytes: float, host: Host | None = None) -> JobPlan 
         return None
 
 
-def _under(job: Job, recompute: str) -> Job:
+def under(job: Job, recompute: str) -> Job:
     """The job under another policy."""
     return replace(job, layout=replace(job.layout, recompute=recompute))
 
@@ -259,6 +257,18 @@ def _device_bytes(rank: RankMemory) -> float:
 def rooms(job: Job, device_bytes: float) -> list[float]:
     """The bytes of each rank that are left for activations."""
     return [device_bytes * (1 - MARGIN) - BUFFERS - rank.total for rank in memory_of(job, [0.0] * job.layout.pp)]
+
+
+def least_planned(job: Job, device_bytes: float, host: Host | None, is_quick: bool) -> float:
+    """The seconds that no plan of whole blocks goes below; infinite if none fits. Quick: of the busiest rank, which
+    waits for no message."""
+    problem = _problem(job, rooms(job, device_bytes), host)
+    return job.whole_seconds(_busiest(problem) if is_quick or job.overlaps else bound_seconds(problem))
+
+
+def _busiest(problem: Problem) -> float:
+    roomy = problem if problem.host is None else problem.within([_ROOMY] * len(problem.budget_bytes))
+    return math.inf if roomy.too_small else busiest_seconds(roomy.lanes)
 
 
 def _problem(job: Job, left: Sequence[float], host: Host | None = None) -> Problem:
