@@ -91,6 +91,8 @@ def test_the_search(capsys, tmp_path):
         ((*JOB[1:], "--tp", "4", "--policy", "none"), "the job does not fit: rank 0 needs "),
         ((*JOB[1:-1], "136", "--pp", "8", "--schedule", "interleaved_1f1b"), "do not divide into m // ranks rounds"),
         ((*JOB[1:], "--host", "200GB"), "a host is given without its bytes, or without those of its link"),
+        ((*JOB[1:], *SPLIT, "--policy", "full", "--host", "1GB", "--host-link", "1GB"), "works: --policy planned"),
+        ((*JOB[1:], "--search", "--policy", "none", "--host", "1GB", "--host-link", "1GB"), "works: --policy planned"),
         ((*JOB[1:], "--policy", "some"), "invalid choice: 'some'"),
         ((*JOB[1:], "--search", "--pp", "1", "--schedule", "zbv"), "a pipeline of one stage has no schedule"),
         ((*JOB[1:], "--link", "1"), "--link is given with --model"),

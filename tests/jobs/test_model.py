@@ -104,7 +104,7 @@ def test_a_size_is_a_whole_number_within_its_range(base, size):
 @pytest.mark.parametrize(
     ("field", "rule"),
     [("name", "a text"), ("source", "a text"), ("gated", "true or false"), ("tied", "true or false"),
-     ("biases", "true or false"), ("published", "a number of parameters")],
+     ("biases", "true or false"), ("published", "a number")],
 )  # fmt: skip
 def test_other_fields_have_their_type(field, rule):
     for value in (*ODD[:1], ODD[2], [], {}):

@@ -4,6 +4,7 @@ from __future__ import annotations
 import math
 import random
 import re
+from contextlib import suppress
 from dataclasses import replace
 from xml.etree import ElementTree
 
@@ -11,7 +12,7 @@ import pytest
 
 from torchckpt.errors import ArgumentError, BudgetInfeasible
 from torchckpt.jobs import MACHINES, MODELS, Job, Layout, plan_job
-from torchckpt.jobs.layout import SOFTWARE
+from torchckpt.jobs.layout import RECOMPUTES, SOFTWARE
 from torchckpt.jobs.plan import BUFFERS, MARGIN, drawn
 from torchckpt.planning.order.schedules import NAMES
 from torchckpt.planning.work.host import Host
@@ -89,6 +90,10 @@ def test_the_error_names_the_part_and_the_nearest_layout_that_fits():
         ({"chunks": 2}, "the schedule 1f1b fixes its number of stages on a rank", "chunks=1"),
         ({"schedule": "zbv", "chunks": 3}, "the schedule zbv fixes its number of stages on a rank", "interleaved"),
         ({"global_batch": 10**12}, "stages times micro-batches are more than 1000000", "global_batch=500000"),
+        ({"state": "fsdp2", "shards": 64}, "dp x cp does not divide by the shards", "shards=2"),
+        ({"head": "balanced", "pp": 1, "tp": 32}, "a balanced head needs several ranks", "head='last'"),
+        ({"head": "balanced", "schedule": "zbv"}, "a balanced head needs several ranks", "head='last'"),
+        ({"ahead": 2, "schedule": "zbv"}, "no schedule but 1F1B runs more forwards ahead", "ahead=0"),
         ({"schedule": "dualpipe_v", "global_batch": 4}, "m is too small.*\n.*global_batch=4", "global_batch=16"),
     ],
 )
@@ -98,6 +103,20 @@ def test_a_layout_that_does_not_divide(changes, wrong, works):
     with pytest.raises(ArgumentError, match=wrong) as error:
         plan_job(job(replace(FLAGSHIP, **values), model))
     assert works in str(error.value)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_host_is_for_what_is_planned(recompute):
+    layout = replace(FLAGSHIP, recompute=recompute)
+    with pytest.raises(ArgumentError, match=f"only what is planned goes there\n.*{recompute}.*\n.*recompute='planned'"):
+        plan_job(job(layout), host=Host(200e9, 50e9))
+
+
+@pytest.mark.parametrize("memory", [0, -1, math.nan, math.inf, True, "80", "50%", [80e9]])
+def test_the_memory_of_a_device_is_a_size(memory):
+    with pytest.raises(ArgumentError, match=r"the memory of a device is not .*\n.*\n.*device_bytes=\"80GB\""):
+        plan_job(job(), memory)
+    assert plan_job(job(), "60GB").device_bytes == plan_job(job(), 60e9).device_bytes == 60e9
 
 
 @pytest.mark.parametrize("schedule", ["zero_bubble", "zbv", "dualpipe_v", "interleaved_1f1b"])
@@ -203,7 +222,7 @@ def test_a_device_with_the_bytes_that_an_error_names_is_enough_and_less_is_not(
     """Also where the plan recomputes everything, and still needs the gradients of a layer's activations beside that."""
     layout = Layout(gpus=8, pp=4, dp=2, global_batch=16, schedule=schedule, recompute=recompute, state=state,
                     software=SOFTWARE[framework])  # fmt: skip
-    whole = job(layout, "llama3-8b")
+    whole, host = job(layout, "llama3-8b"), host if recompute == "planned" else None
     with pytest.raises(BudgetInfeasible) as error:
         plan_job(whole, 5e9, host)
     least = error.value.least_bytes
@@ -213,12 +232,48 @@ def test_a_device_with_the_bytes_that_an_error_names_is_enough_and_less_is_not(
         plan_job(whole, least - 2e6)
 
 
-def test_what_is_planned_and_does_not_fit_may_do_with_everything_recomputed():
-    with pytest.raises(BudgetInfeasible) as error:
-        plan_job(job(), 5e9)
-    with pytest.raises(BudgetInfeasible, match=r"works: +recompute='full'"):
-        plan_job(job(), error.value.least_bytes - 1e6)
-    plan_job(job(replace(FLAGSHIP, recompute="full")), error.value.least_bytes - 1e6)
+@pytest.mark.parametrize(("pp", "micro_batch"), [(1, 1), (4, 1), (4, 4)])
+@pytest.mark.parametrize("state", ["zero1", "fsdp2"])
+def test_a_plan_that_recomputes_everything_needs_the_same_bytes_under_both_names(pp, micro_batch, state):
+    layout = Layout(gpus=4, pp=pp, dp=4 // pp, micro_batch=micro_batch, global_batch=32, state=state)
+    needed = []
+    for recompute in ("full", "planned"):
+        with pytest.raises(BudgetInfeasible) as error:
+            plan_job(job(replace(layout, recompute=recompute), "mistral-7b"), 5e9)
+        needed.append(error.value.least_bytes)
+    assert needed[0] == needed[1]
+
+
+def test_what_saves_the_same_bytes_needs_the_same():
+    """Selective recomputation of a fused attention frees nothing."""
+    none, selective = (plan_job(job(replace(FLAGSHIP, recompute=name))) for name in ("none", "selective"))
+    assert none.peak_bytes == selective.peak_bytes
+
+
+@pytest.mark.parametrize(("split", "memory"), [
+    ({"tp": 4, "dp": 2}, 25e9), ({"tp": 4, "dp": 2}, 80e9), ({"tp": 2, "dp": 2, "pp": 2}, 42e9),
+    ({"tp": 2, "dp": 2, "pp": 2, "schedule": "zero_bubble"}, 57e9),
+])  # fmt: skip
+def test_the_bound_is_below_the_steps_of_all_policies(split, memory):
+    """What selective recomputation makes again is in no bound, and no bound is above what it reaches."""
+    layout = Layout(gpus=8, **split, global_batch=16, state="fsdp2", software=SOFTWARE["torchtitan"])
+    plans = {}
+    for recompute in RECOMPUTES:
+        with suppress(BudgetInfeasible):
+            plans[recompute] = plan_job(job(replace(layout, recompute=recompute), "llama3-8b"), memory)
+    assert {"selective", "full", "planned"} <= set(plans)
+    bounds = [plan.bound_seconds for plan in plans.values()]
+    assert bounds == pytest.approx([bounds[0]] * len(bounds))
+    assert max(bounds) <= min(plan.step_seconds for plan in plans.values()) * (1 + 1e-9)
+
+
+def test_what_a_selective_recompute_makes_again_is_in_its_share():
+    layout = Layout(gpus=8, tp=8, global_batch=8, state="fsdp2", software=SOFTWARE["torchtitan"])
+    shares = [plan_job(job(replace(layout, recompute=name), "llama3-8b")).recomputed_share for name in RECOMPUTES]
+    none, selective, full, planned = shares
+    assert none == planned == 0 < selective < full == 1
+    plan = plan_job(job(replace(layout, recompute="selective"), "llama3-8b"))
+    assert f", {selective:.1%} recomputed;".replace("%", " %") in plan.summary
 
 
 def test_a_near_layout_whose_schedule_has_no_such_micro_batches_is_none():

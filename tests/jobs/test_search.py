@@ -50,7 +50,7 @@ def everything(request):
     case = model, MACHINES[device], base
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_BEST", 10**9)
-        patch.setattr(module, "_PLANNED", 0)
+        patch.setattr(module, "_WORK", 0)
         result = search_layouts(*case)
     assert result.pruned == 0
     model, machine, base = case
@@ -63,7 +63,7 @@ def everything(request):
 def test_what_is_pruned_is_not_among_the_best(everything, count, monkeypatch):
     result, case, least = everything
     monkeypatch.setattr(module, "_BEST", count)
-    monkeypatch.setattr(module, "_PLANNED", 0)
+    monkeypatch.setattr(module, "_WORK", 0)
     few = search_layouts(*case)
     assert [plan.job.layout for plan in few.best] == [plan.job.layout for plan in result.best[:count]]
     last = few.best[-1].step_seconds
@@ -142,6 +142,17 @@ def test_fields_that_are_fixed(values):
     assert {tuple(getattr(plan.job.layout, name) for name in values) for plan in found.best} == {(*values.values(),)}
 
 
+@pytest.mark.parametrize("fixed", ["tp", ("tpp",), ("tp", 3)])
+def test_what_is_fixed_are_fields(fixed):
+    with pytest.raises(ArgumentError, match="what is fixed is not a list of fields of a layout: gpus, tp, "):
+        search_layouts(MODEL, H100, BASE, fixed=fixed)
+
+
+def test_a_search_of_another_policy_takes_no_host():
+    with pytest.raises(ArgumentError, match="only what is planned goes there"):
+        search_layouts(MODEL, H100, replace(BASE, recompute="full"), host=Host("1TB", out="1GB"), fixed=("recompute",))
+
+
 def test_a_search_of_planned_layouts_sends_blocks_to_the_host_as_a_plan_does():
     values = {"recompute": "planned", "pp": 4, "tp": 1, "cp": 1, "schedule": "1f1b", "micro_batch": 2}
     base, host = replace(BASE, **values), Host("1TB", out="400GB")
@@ -151,6 +162,41 @@ def test_a_search_of_planned_layouts_sends_blocks_to_the_host_as_a_plan_does():
     assert best.step_seconds < alone.step_seconds
     plan = plan_job(Job(MODEL, best.job.layout, H100), 32e9, host)
     assert (plan.step_seconds, plan.away_share) == (best.step_seconds, best.away_share)
+
+
+@pytest.mark.parametrize("memory", [16e9, 18e9])
+def test_what_only_the_planner_finds_is_found_without_its_policy(memory):
+    base = replace(BASE, sequence=8192, global_batch=32)
+    found = search_layouts(MODEL, H100, base, memory)
+    all_planned = search_layouts(MODEL, H100, replace(base, recompute="planned"), memory, fixed=("recompute",))
+    assert found.best[0].step_seconds <= all_planned.best[0].step_seconds * (1 + 1e-9)
+    assert found.best[0].job.layout.recompute == "planned"
+    assert 0 < found.planned < all_planned.simulated / 4
+    assert [plan.step_seconds for plan in found.best] == sorted(plan.step_seconds for plan in found.best)
+
+
+def test_a_host_is_used_without_the_policy():
+    base = replace(BASE, sequence=8192, global_batch=32)
+    alone, beside = (search_layouts(MODEL, H100, base, 18e9, host) for host in (None, Host("1TB", out="100GB")))
+    assert beside.best[0].away_share > 0
+    assert beside.best[0].step_seconds < alone.best[0].step_seconds
+
+
+def test_the_planner_waits_for_the_bounds_that_are_cheap(monkeypatch):
+    """Each bound is asked for only where the one before is below the best step."""
+    asked = []
+
+    def counted(job, memory, host, *, is_quick):
+        asked.append((job.layout, is_quick))
+        return bound(job, memory, host, is_quick)
+
+    bound = module.least_planned
+    monkeypatch.setattr(module, "least_planned", counted)
+    found = search_layouts(MODEL, H100, replace(BASE, sequence=8192, global_batch=32), 20e9)
+    quick, dear = ([layout for layout, is_quick in asked if is_quick == kind] for kind in (True, False))
+    assert set(dear) <= set(quick)
+    assert found.planned <= len(dear) < len(quick) < found.layouts / 2
+    assert len(set(quick)) == len(quick)
 
 
 def test_a_plan_that_recomputes_everything_is_no_other_layout():

@@ -45,7 +45,7 @@ def add_job(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--model", metavar="NAME", help=names)
     for name in _COUNTS:
         group.add_argument(f"--{name.replace('_', '-')}", type=count, metavar="N", help=_HELP[name])
-    text = "what is recomputed: planned (default), none, selective or full"
+    text = "what is recomputed: planned (default; --search: where that may be best), none, selective or full"
     group.add_argument("--policy", choices=RECOMPUTES, metavar="NAME", help=text)
     text = "what data-parallel ranks share: none, zero1 (default) or fsdp2"
     group.add_argument("--sharding", choices=STATES, metavar="NAME", help=text)

@@ -10,6 +10,7 @@ No torch is imported, and no model is made: parameters, FLOPs, bytes and collect
     layout               how a job is split, its schedule, and what its software keeps
     presets              public models by name
     model, rates         sizes of a transformer; what devices reach of their peaks
+    fields               what is wrong with the values of a description
 """
 from __future__ import annotations
 

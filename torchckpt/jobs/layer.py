@@ -156,7 +156,7 @@ class LayerWork:
     def saved(self) -> Saved:
         return saved_of(self.model, self.layout, self.dense)
 
-    @property
+    @cached_property
     def collective_seconds(self) -> float:
         """Those of the forward and the backward that a rank waits for, inside of the block's."""
         return self._seconds(*self._forward, *self._backward)

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import gcd
 
-from torchckpt.errors import ArgumentError, Fault
+from torchckpt.errors import ArgumentError, Fault, brief, called, check
+from torchckpt.jobs.fields import odd_fields
 from torchckpt.jobs.model import Model
 from torchckpt.planning.order.schedule import Schedule, Visit, in_turn
-from torchckpt.planning.order.schedules import CHUNKS, FOLDED, full_name, named_schedule
+from torchckpt.planning.order.schedules import CHUNKS, FOLDED, NAMES, full_name, named_schedule
 
 __all__ = ["RECOMPUTES", "SOFTWARE", "STATES", "Layout", "Software", "schedule_of"]
 
@@ -18,6 +19,18 @@ STATES = ("none", "zero1", "fsdp2")
 """What data-parallel ranks share of the state: nothing; the optimizer's (ZeRO-1); weights, gradients and optimizer's
 (FSDP2)."""
 _MOST_VISITS = 1_000_000
+_CHOICES = {
+    "schedule": (*NAMES, "zb-2p"), "head": ("last", "balanced", "split"), "recompute": RECOMPUTES, "state": STATES,
+    "kernels": ("fused", "compiled", "eager"), "attention": ("flash1", "flash2", "fused", "unfused"),
+    "selective": ("core_attn", "mlp", "layernorm", "moe_act", "products"),
+}  # fmt: skip
+_RANGES = {
+    "gpus": (64, 10**9), **dict.fromkeys(("tp", "cp", "ep", "pp", "dp", "chunks", "ahead", "shards"), (1, 2**20)),
+    "micro_batch": (1, 10**12), "global_batch": (256, 10**12), "sequence": (8192, 10**12), "recomputed_share": (0.5, 1),
+    **dict.fromkeys(("parameter_bytes", "gradient_bytes", "reduce_bytes", "loss_bytes"), (4, 1000)),
+    "optimizer_bytes": (12, 1000),
+}  # fmt: skip
+"""Of each number: what it may be, and the most."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +69,10 @@ class Software:
     shares the state it sums them in each backward (DTensor of torch)."""
     offloads: bool = False
 
+    @called("Software()")
+    def __post_init__(self) -> None:
+        check(odd_fields(self, "software", _RANGES, _CHOICES))
+
 
 SOFTWARE = {
     "megatron": Software(),
@@ -74,6 +91,9 @@ class Layout:
     >>> layout = Layout(gpus=64, tp=8, pp=4, dp=2, global_batch=256)
     >>> layout.micro_batches
     128
+
+    Raises:
+        ArgumentError: values of another type, out of range, or none of the choices. The message lists all of them.
     """
 
     gpus: int = 1
@@ -103,8 +123,14 @@ class Layout:
     sequence_parallel: bool = True
     software: Software = field(default_factory=Software)
 
+    @called("Layout()")
     def __post_init__(self) -> None:
         object.__setattr__(self, "schedule", full_name(self.schedule) or self.schedule)
+        faults = list(odd_fields(self, "layout", _RANGES, _CHOICES))
+        if not isinstance(self.software, Software):
+            rule, works = "software of the layout is not a Software", 'software=SOFTWARE["megatron"]'
+            faults.append(Fault(rule, f"software={brief(self.software)}", works))
+        check(faults)
 
     @property
     def micro_batches(self) -> int:
@@ -188,6 +214,15 @@ class Layout:
         for rule, whole, amount, part, divisor in pairs:
             if amount % divisor:
                 yield Fault(rule, f"{whole}={amount}, {part}={divisor}", self._dividing(model))
+        if self.state != "none" and self.shards and self.dp * self.cp % self.shards:
+            received = f"shards={self.shards}, dp={self.dp}, cp={self.cp}"
+            yield Fault("dp x cp does not divide by the shards", received, f"shards={gcd(self.shards, self.dp)}")
+        if self.head == "balanced" and not 1 < self.stages == self.pp:
+            received = f"head='balanced', {self.stages} stages, pp={self.pp}"
+            yield Fault("a balanced head needs several ranks with one stage each", received, "head='last'")
+        if self.ahead and self.schedule != "1f1b":
+            received = f"ahead={self.ahead}, schedule={self.schedule!r}"
+            yield Fault("no schedule but 1F1B runs more forwards ahead", received, "ahead=0")
         at_once = self.dp * self.micro_batch
         if self.global_batch % at_once:
             received = f"global_batch={self.global_batch}, dp x micro_batch={at_once}"

@@ -21,7 +21,8 @@ class RankMemory:
     activations: float
     """What the step of the schedule holds at most, with the logits at the loss."""
     working: float
-    """What a backward needs beside what is saved: the replay of a selective recompute, gradients of activations."""
+    """What a backward needs beside what is saved: gradients of activations, or what a selective recompute makes again.
+    The replay of a whole block is part of the step."""
 
     @property
     def static(self) -> float:
@@ -73,10 +74,7 @@ def _working(job: Job, layers: list[int]) -> float:
     if not layers:
         return 0.0
     saved = max((job.work[job.model.is_dense(layer)].saved for layer in layers), key=lambda saved: saved.whole)
-    recompute = job.layout.recompute
-    if recompute == "full" and job.layout.recomputed_share:
-        return 0.0  # a step counts the replay of a block
-    return saved.whole - saved.kept if recompute == "selective" else 0.3 * saved.whole
+    return max(0.3 * saved.whole, saved.whole - saved.kept)
 
 
 def _fsdp(

@@ -3,12 +3,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
-from numbers import Integral, Real
-from typing import cast
 
-from torchckpt.errors import Fault, brief, called, check
+from torchckpt.errors import Fault, called, check
+from torchckpt.jobs.fields import odd_fields
 
 __all__ = ["Model"]
 
@@ -19,11 +18,6 @@ _RANGES = {
     "dense_layers": (1, 2**8),
 }  # fmt: skip
 """Of each size: what a model has, and the most. More layers would be planned for minutes."""
-_KINDS = {
-    "int": "a whole number", "float": "a number of parameters", "str": "a text", "bool": "true or false",
-    "bool | None": "true or false",
-}  # fmt: skip
-_EXAMPLES = {"float": 7e9, "str": "llama3-8b", "bool": True, "bool | None": True}
 
 
 @dataclass(frozen=True)
@@ -73,7 +67,7 @@ class Model:
 
     @called("Model()")
     def __post_init__(self) -> None:
-        check(list(_odd_values(self)) or _odd_sizes(self))
+        check(list(odd_fields(self, "model", _RANGES)) or _odd_sizes(self))
 
     @property
     def head_size(self) -> int:
@@ -155,28 +149,6 @@ class Model:
         """FLOPs of a forward and backward that papers count: ``6 N + 12 L h s``, N without the embedding, nothing
         recomputed, attention not halved (Chowdhery et al. 2022, arXiv:2204.02311, appendix B)."""
         return 6.0 * self.active_parameters + 12.0 * self.layers * self.query_width * sequence
-
-
-def _odd_values(model: Model) -> Iterator[Fault]:
-    """Values of another type, or out of range."""
-    for each in fields(model):
-        value, kind = getattr(model, each.name), _KINDS[str(each.type)]
-        example, most = _RANGES.get(each.name, (0, 1e18))
-        least = int(each.default != 0)
-        if each.name in _RANGES:
-            kind += f" from {least} to {most}"
-        if not _is(str(each.type), value, least, most):
-            works = f"{each.name}={_EXAMPLES.get(str(each.type), example)!r}"
-            yield Fault(f"{each.name} of the model is not {kind}", f"{each.name}={brief(value)}", works)
-
-
-def _is(kind: str, value: object, least: float, most: float) -> bool:
-    if kind == "str":
-        return isinstance(value, str)
-    if kind.startswith("bool"):
-        return isinstance(value, bool) or (value is None and kind != "bool")
-    is_number = isinstance(value, Integral if kind == "int" else Real) and not isinstance(value, bool)
-    return is_number and least <= cast("float", value) <= most
 
 
 def _odd_sizes(model: Model) -> Iterator[Fault]:

@@ -9,13 +9,15 @@ from functools import cached_property
 from statistics import fmean
 from typing import NoReturn
 
-from torchckpt.errors import ArgumentError, BudgetInfeasible, called, check
+from torchckpt.errors import ArgumentError, BudgetInfeasible, Fault, called, check
 from torchckpt.jobs.job import Job
 from torchckpt.jobs.layout import Layout
 from torchckpt.jobs.memory import RankMemory, memory_of
-from torchckpt.planning.budget import enough, whole
+from torchckpt.jobs.rates import Machine
+from torchckpt.planning.budget import Budget, enough, read, trouble, whole
 from torchckpt.planning.draw.canvas import STYLE, Axis, Canvas
 from torchckpt.planning.draw.units import aligned, percent
+from torchckpt.planning.plan.away import bound_seconds
 from torchckpt.planning.plan.pipeline import planned
 from torchckpt.planning.plan.problem import Problem, problem_of
 from torchckpt.planning.plan.result import PipelinePlan
@@ -84,9 +86,19 @@ class JobPlan:
 
     @cached_property
     def recomputed_share(self) -> float:
+        """The seconds of recomputation, as a share of what recomputing every block takes."""
         if self.pipeline is not None:
             return self.pipeline.recomputed_share
-        return self.job.layout.recomputed_share if self.job.layout.recompute == "full" else 0.0
+        layout, stages = self.job.layout, self._of_blocks.stages
+        if layout.recompute != "selective":
+            return layout.recomputed_share if layout.recompute == "full" else 0.0
+        backward, others = (sum(stage.input_grad_seconds for stage in each) for each in (self.job.stages, stages))
+        return (backward - others) / sum(stage.recompute_seconds for stage in stages)
+
+    @cached_property
+    def _of_blocks(self) -> Job:
+        """The job whose blocks are kept or recomputed as a whole."""
+        return under(self.job, "planned")
 
     @cached_property
     def away_share(self) -> float:
@@ -97,15 +109,15 @@ class JobPlan:
 
     @cached_property
     def bound_seconds(self) -> float:
-        """No plan of this schedule and layout has a shorter step, whatever it recomputes."""
-        plan, job = self.pipeline, self.job
-        problem = _problem(job, rooms(job, self.device_bytes)) if plan is None else plan.problem
-        if job.overlaps:
-            roomy = problem if problem.host is None else problem.within([_ROOMY] * job.layout.pp)
-            bound = math.inf if roomy.too_small else busiest_seconds(roomy.lanes)
-        else:
-            bound = problem.bound_seconds if plan is None else plan.bound_seconds
-        return job.whole_seconds(bound) if math.isfinite(bound) else math.nan
+        """No plan of this schedule and layout has a shorter step, whatever it recomputes: whole blocks, or what
+        ``selective`` does of all."""
+        job = self._of_blocks
+        problem = _problem(job, rooms(job, self.device_bytes)) if self.pipeline is None else self.pipeline.problem
+        bound = job.whole_seconds(_busiest(problem) if job.overlaps else bound_seconds(problem))
+        selective = under(job, "selective")
+        if fits(selective, self.device_bytes):
+            bound = min(bound, selective.step_seconds)
+        return bound if math.isfinite(bound) else math.nan
 
     def __str__(self) -> str:
         tables = [list(self._rows()), [HEADS, *(each.cells for each in self.job.collectives)]]
@@ -167,7 +179,7 @@ class JobPlan:
 
 
 @called("plan_job()")
-def plan_job(job: Job, device_bytes: float | None = None, host: Host | None = None) -> JobPlan:
+def plan_job(job: Job, device_bytes: Budget | None = None, host: Host | None = None) -> JobPlan:
     """The plan of a job, within the memory of its devices.
 
     >>> from torchckpt.jobs import MACHINES, Layout, model_named
@@ -179,19 +191,33 @@ def plan_job(job: Job, device_bytes: float | None = None, host: Host | None = No
     Args:
         job: its layout is checked. ``recompute="planned"`` keeps what fits, and recomputes the rest as the planner of
             pipelines chooses.
-        device_bytes: memory of each device. Default: that of its data sheet.
-        host: the memory of each rank on its host, and its link; blocks are sent there where that is shorter.
+        device_bytes: memory of each device: a number, or a size such as ``"80GB"``. Default: that of its data sheet.
+        host: the memory of each rank on its host, and its link; blocks are sent there where that is shorter. For
+            ``recompute="planned"`` alone.
 
     Raises:
-        ArgumentError: model and layout do not divide.
+        ArgumentError: model and layout do not divide, or an argument is wrong.
         BudgetInfeasible: a rank does not fit. The error names the largest part, and the nearest layout that fits.
     """
+    memory = asked(job.machine, job.layout, device_bytes, host)
     check(list(job.layout.faults(job.model)))
-    memory = job.machine.device.memory_bytes if device_bytes is None else device_bytes
     plan = fitting(job, memory, host)
     if plan is None:
         _refuse(job, memory)
     return plan
+
+
+def asked(machine: Machine, layout: Layout, device_bytes: Budget | None, host: Host | None) -> float:
+    """The memory of a device. An ArgumentError, if that is no size, or if the layout sends nothing to the host."""
+    amount, faults = read(machine.device.memory_bytes if device_bytes is None else device_bytes), []
+    if amount is None or amount.is_share or amount.number > _ROOMY:
+        rule = 'the memory of a device is not a number of bytes from 1 to 1e18, or a size such as "80GB"'
+        faults.append(Fault(rule, f"device_bytes={trouble(device_bytes)}", 'device_bytes="80GB"'))
+    if host is not None and layout.recompute != "planned":
+        rule = "a host is given, but only what is planned goes there"
+        faults.append(Fault(rule, f"recompute={layout.recompute!r}", "recompute='planned'"))
+    check(faults)
+    return 0.0 if amount is None else float(amount.number)
 
 
 def fitting(job: Job, device_bytes: float, host: Host | None = None) -> JobPlan | None:
@@ -205,6 +231,11 @@ def fitting(job: Job, device_bytes: float, host: Host | None = None) -> JobPlan 
         return JobPlan(job, device_bytes, planned(_problem(job, left, host)))
     except BudgetInfeasible:  # a host may hold what no device does
         return None
+
+
+def under(job: Job, recompute: str) -> Job:
+    """The job under another policy."""
+    return replace(job, layout=replace(job.layout, recompute=recompute))
 
 
 def fits(job: Job, device_bytes: float) -> bool:
@@ -226,6 +257,18 @@ def _device_bytes(rank: RankMemory) -> float:
 def rooms(job: Job, device_bytes: float) -> list[float]:
     """The bytes of each rank that are left for activations."""
     return [device_bytes * (1 - MARGIN) - BUFFERS - rank.total for rank in memory_of(job, [0.0] * job.layout.pp)]
+
+
+def least_planned(job: Job, device_bytes: float, host: Host | None, is_quick: bool) -> float:
+    """The seconds that no plan of whole blocks goes below; infinite if none fits. Quick: of the busiest rank, which
+    waits for no message."""
+    problem = _problem(job, rooms(job, device_bytes), host)
+    return job.whole_seconds(_busiest(problem) if is_quick or job.overlaps else bound_seconds(problem))
+
+
+def _busiest(problem: Problem) -> float:
+    roomy = problem if problem.host is None else problem.within([_ROOMY] * len(problem.budget_bytes))
+    return math.inf if roomy.too_small else busiest_seconds(roomy.lanes)
 
 
 def _problem(job: Job, left: Sequence[float], host: Host | None = None) -> Problem:
@@ -270,7 +313,7 @@ def _near(job: Job, device_bytes: float) -> Iterator[Layout]:
 
 def _changed(layout: Layout) -> Iterator[Layout]:
     """Layouts that differ in one thing, and need less memory."""
-    if layout.recompute != "full":
+    if layout.recompute in ("none", "selective"):
         yield replace(layout, recompute="full")
     if layout.state == "none":
         yield replace(layout, state="zero1")

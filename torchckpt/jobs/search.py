@@ -1,23 +1,26 @@
 """Search: all layouts of a model on so many GPUs, the best of them, and why the others fell out.
 
 Each layout has a bound that needs no simulation: the work of its slowest rank. Layouts are simulated from the lowest
-bound on, until it is above the step of the last that is shown; the rest is pruned.
+bound on, until it is above the step of the last that is shown; the rest is pruned. Then layouts are planned block by
+block, in the order of bounds that know the memory, until the next bound is above the best step.
 """
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, TypeVar
 
 from torchckpt.errors import ArgumentError, Fault, brief, called, raise_fault
 from torchckpt.jobs.job import Job
 from torchckpt.jobs.layout import SOFTWARE, Layout
 from torchckpt.jobs.model import Model
-from torchckpt.jobs.plan import JobPlan, fits, fitting, rooms
+from torchckpt.jobs.plan import JobPlan, asked, fits, fitting, least_planned, rooms, under
 from torchckpt.jobs.rates import Machine
+from torchckpt.planning.budget import Budget
 from torchckpt.planning.draw.units import aligned, percent
 from torchckpt.planning.work.host import Host
 
@@ -34,8 +37,11 @@ _FREE = ("interleaved_1f1b", "looped_bfs")
 _RECOMPUTES = ("none", "selective", "full")
 _LEAST_CONTEXT = 1024
 _COLUMNS = ",tp,cp,ep,pp,dp,micro,schedule,state,recompute,step,tokens/s/GPU,MFU,peak,bubble,recomputed,away,bound"
-_PLANNED = 5
-"""The best layouts that are planned block by block as well."""
+_ROUNDING = 1e-9
+_WORK = 2**15
+"""The forwards and backwards of the layouts that are planned block by block: a search takes no more than a minute."""
+_BESIDE_HOST = 5
+"""The best layouts that are planned beside a host: of those, bounds say little, and take long."""
 
 
 @dataclass
@@ -46,6 +52,8 @@ class SearchResult:
     """The plans, shortest step first."""
     layouts: int = 0
     simulated: int = 0
+    planned: int = 0
+    """Layouts that were planned block by block beside the other policies."""
     pruned: int = 0
     """Layouts whose bound is above the step of the last of ``best``."""
     reasons: Counter[str] = field(default_factory=Counter)
@@ -58,8 +66,8 @@ class SearchResult:
         rows += [self._row(place, plan) for place, plan in enumerate(self.best, 1)]
         ended = "" if self.is_whole else "; interrupted"
         return (
-            f"{aligned(rows)}\n\n{self.layouts} layouts: {self.simulated} simulated, {self.pruned} pruned by their "
-            f"bound; fell out: {self.fell_out or 'none'}{ended}"
+            f"{aligned(rows)}\n\n{self.layouts} layouts: {self.simulated} simulated, {self.planned} planned, "
+            f"{self.pruned} pruned by their bound; fell out: {self.fell_out or 'none'}{ended}"
         )
 
     @property
@@ -85,6 +93,7 @@ class SearchResult:
             "best": [plan.as_json() for plan in self.best],
             "layouts": self.layouts,
             "simulated": self.simulated,
+            "planned": self.planned,
             "pruned": self.pruned,
             "reasons": dict(self.reasons),
             "whole": self.is_whole,
@@ -96,7 +105,7 @@ def search_layouts(
     model: Model,
     machine: Machine,
     base: Layout,
-    device_bytes: float | None = None,
+    device_bytes: Budget | None = None,
     host: Host | None = None,
     progress: Callable[[int, int], None] | None = None,
     fixed: Collection[str] = (),
@@ -104,8 +113,8 @@ def search_layouts(
     """The best layouts of ``model`` on ``base.gpus`` devices, with the batch and sequence of ``base``.
 
     Tried are tp x cp x ep x pp x dp, micro-batches of 1 to 8, four schedules, ZeRO-1 and FSDP2, and what is recomputed:
-    nothing, the attention, everything; of the best also what the planner of pipelines chooses. An interrupt
-    (``KeyboardInterrupt``) ends the search with what it has.
+    nothing, the attention, everything; and what the planner of pipelines chooses, of the layouts that may be best by
+    it. An interrupt (``KeyboardInterrupt``) ends the search with what it has.
 
     Args:
         host: as of :func:`~torchckpt.jobs.plan.plan_job`; one size for all ranks.
@@ -113,17 +122,23 @@ def search_layouts(
         fixed: fields of ``base`` that all layouts have, such as ``("tp", "schedule")``. Default: gpus, batch, sequence.
 
     Raises:
-        ArgumentError: no layout divides, or none fits. The error counts the reasons.
+        ArgumentError: no layout divides, or none fits; the error counts the reasons. Or an argument is wrong.
     """
     if host is not None and isinstance(host.bytes, tuple):
         rule = "a search has layouts of many ranks, and a host of one size"
         raise_fault(Fault(rule, f"bytes={brief(list(host.bytes))}", 'Host("200GiB", out="25GB")'))
-    memory = machine.device.memory_bytes if device_bytes is None else device_bytes
+    names = [each.name for each in fields(Layout)]
+    if isinstance(fixed, str) or not set(fixed) <= set(names):
+        rule = f"what is fixed is not a list of fields of a layout: {', '.join(names)}"
+        raise_fault(Fault(rule, f"fixed={brief(fixed)}", 'fixed=("tp",)'))
+    layout = base if "recompute" in fixed else replace(base, recompute="planned")
+    memory = asked(machine, layout, device_bytes, host)
     result = SearchResult()
     try:
         waiting = _bounded(model, machine, Space(model, base, machine.network.node_devices, fixed), memory, result)
+        kept = [] if "recompute" in fixed else [each for each in waiting if each[2].layout.recompute == "none"]
         _simulate(waiting, memory, host, result, progress or (lambda done, of: None))
-        _plan_best(memory, host, result, "recompute" in fixed)
+        _plan_best(kept, memory, host, result)
         result.is_whole = True
     except KeyboardInterrupt:
         pass
@@ -205,14 +220,38 @@ def _simulate(
             _keep(plan, result)
 
 
-def _plan_best(memory: float, host: Host | None, result: SearchResult, is_fixed: bool) -> None:
-    """Plan the best that recompute everything. A plan that does, too, is no other layout."""
-    for plan in result.best[: 0 if is_fixed else _PLANNED]:
-        if plan.job.layout.recompute == "full":
-            job = replace(plan.job, layout=replace(plan.job.layout, recompute="planned"))
-            better = fitting(job, memory, host)
-            if better is not None and (better.recomputed_share < 1 or better.away_share):
-                _keep(better, result)
+def _plan_best(
+    jobs: list[tuple[float, int, Job]], memory: float, host: Host | None, result: SearchResult
+) -> None:
+    """Plan the layouts that may be the best, those that keep everything with the seconds of that: from the lowest bound
+    on, which is a dearer one each time, until none is below the best step. Beside a host, the best that recompute."""
+    if host is None:
+        waiting = [(least, place, 0, under(job, "planned")) for least, place, job in jobs]
+    else:
+        chosen = [plan.job for plan in result.best[: _BESIDE_HOST * bool(jobs)] if plan.recomputed_share]
+        waiting = [(0.0, place, 2, under(job, "planned")) for place, job in enumerate(chosen)]
+    heapq.heapify(waiting)
+    left = _WORK
+    while waiting and left > 0:
+        least, place, passed, job = heapq.heappop(waiting)
+        if math.isinf(least) or (result.best and least >= result.best[0].step_seconds * (1 - _ROUNDING)):
+            break
+        with suppress(ArgumentError):  # micro-batches that do not suit the schedule
+            if passed < 2:
+                bound = least_planned(job, memory, host, is_quick=passed == 0)
+                heapq.heappush(waiting, (max(least, bound), place, passed + 1, job))
+                continue
+            result.planned += 1
+            left -= 2 * job.layout.stages * job.schedule.micro_batches
+            plan = fitting(job, memory, host)
+            if plan is not None and not any(_is_no_longer(other, plan) for other in result.best):
+                _keep(plan, result)
+
+
+def _is_no_longer(other: JobPlan, plan: JobPlan) -> bool:
+    """Whether ``other`` is of the same layout, but for what is recomputed, and its step is as short."""
+    is_same = under(other.job, plan.job.layout.recompute).layout == plan.job.layout
+    return is_same and other.step_seconds <= plan.step_seconds * (1 + _ROUNDING)
 
 
 def _keep(plan: JobPlan, result: SearchResult) -> None:
