@@ -159,11 +159,13 @@ def raise_without_regions(stage: int, module: nn.Module, outputs: object, is_pla
 
 
 class LeftOut:
-    """Warns, once for each stage, of tensors that are trained, are no parameters of it, and get no gradient.
+    """Warns, once for each stage, of what is trained and gets no gradient: tensors that are no parameters of it, and
+    all its parameters where no input needs a gradient.
 
     ``stage_backward_weight`` of ``torch/distributed/pipelining/_backward.py`` (2.11 to 2.15) asks for the gradients of
-    the stage's parameters alone. Where a plan does the backward of a visit in one, other leaves have a gradient of that
-    visit. Ends when torch accumulates into all.
+    the stage's parameters alone, and ``stage_backward_input`` there finds these between inputs that need a gradient and
+    outputs. Where a plan does the backward of a visit in one, all have a gradient of that visit. Ends when torch
+    accumulates into all.
 
     A leaf that is made in a forward, as a dummy that has torch record a graph, is nobody's to train: so a leaf counts
     that is behind two micro-batches.
@@ -181,6 +183,14 @@ class LeftOut:
         nodes: Iterator[Any] = nodes_behind(outputs)  # whose types know no variables
         leaves = [node.variable for node in nodes if node.name().endswith("AccumulateGrad")]
         known = {id(tensor) for tensor in (*stage.submod.parameters(), *received)}
+        if leaves and received and not any(tensor.requires_grad for tensor in tensors_in(received)):
+            self._behind_first[stage.stage_index] = []
+            self._warn(
+                "a stage whose inputs need none",
+                f"stage {stage.stage_index}, behind frozen ones",
+                "ScheduleInterleaved1F1B(stages, ...), whose backwards are whole; or train what is before this stage",
+            )
+            return
         left_out = [leaf for leaf in leaves if id(leaf) not in known]
         if first is None:
             self._behind_first[stage.stage_index] = [weakref.ref(leaf) for leaf in left_out]
@@ -190,13 +200,18 @@ class LeftOut:
         shapes = [list(leaf.shape) for leaf in left_out if id(leaf) in again]
         if shapes:
             more = f", and {len(shapes) - 1} more" if shapes[1:] else ""
-            warnings.warn(
-                "recompute_ahead: split backwards, as in torch, give no gradient to what is no parameter of the stage; "
-                "whole ones, which a plan may do in their place, give it\n"
-                f"  received: stage {stage.stage_index}, with a tensor of shape {shapes[0]}{more}\n"
-                "  works:    stage_module.scale = torch.nn.Parameter(scale), and stage_module.scale where it is used",
-                stacklevel=2,
+            self._warn(
+                "what is no parameter of the stage",
+                f"stage {stage.stage_index}, with a tensor of shape {shapes[0]}{more}",
+                "stage_module.scale = torch.nn.Parameter(scale), and stage_module.scale where it is used",
             )
+
+    def _warn(self, what: str, received: str, works: str) -> None:
+        warnings.warn(
+            f"recompute_ahead: split backwards, as in torch, give no gradient to {what}; whole ones, which a plan may "
+            f"do in their place, give it\n  received: {received}\n  works:    {works}",
+            stacklevel=3,
+        )
 
 
 # a step that failed ---------------------------------------------------------------------------------------------------

@@ -241,7 +241,7 @@ class RecomputeWithin(RecomputeAhead):
         expected = self._signatures.setdefault(stage, seen)
         if self.plan is not None:
             expected = expected._replace(regions=len(self.plan.problem.stages[stage].blocks))
-        seen.check(expected, f"micro-batch {i} of stage {stage}")
+        seen.check(expected, f"micro-batch {i} of stage {stage}", self.plan is not None)
 
     @contextmanager
     def _replaying(self, visit: Visit, region: int, frame: Frame) -> Iterator[None]:

@@ -74,7 +74,8 @@ class ModelSettings:
                  for name, child in model.named_modules()}
         trained = {f"parameter {name!r}": "trained" if parameter.requires_grad else "not trained"
                    for name, parameter in model.named_parameters()}
-        sizes = {f"the size of {name!r}": f"{(*parameter.shape,)}" for name, parameter in model.named_parameters()}
+        sizes = {f"the size of {name!r}": f"{(*parameter.shape,)} of {parameter.dtype}"
+                 for name, parameter in model.named_parameters()}
         types = {f"the type of {name!r}": type(child).__name__ for name, child in model.named_modules()}
         autocast = {f"autocast of {kind}": f"{_autocast(kind)}" for kind in kinds}
         return {**trained, **modes, **sizes, **types, **autocast}
@@ -134,6 +135,7 @@ _WORKS = (
     "  works:    the same {} in every step; for others, new stages of the same modules, and with a schedule of these "
     "stages: recompute_ahead(schedule, budget=...)"
 )
+_ALIKE = "  works:    a number of rows that n_microbatches divides, and the same shapes and flags in every step"
 
 
 class Signature(NamedTuple):
@@ -143,14 +145,17 @@ class Signature(NamedTuple):
     inputs: Shapes
     outputs: Shapes
 
-    def check(self, planned: Signature, where: str) -> None:
-        """Raise ``ScheduleError`` unless this is the ``planned`` one. ``where`` names the forward."""
-        if self != planned:
-            is_long = self._shown() == planned._shown()
+    def check(self, expected: Signature, where: str, is_planned: bool = True) -> None:
+        """Raise ``ScheduleError`` unless this is the ``expected`` one: that of a plan if ``is_planned``, else that of a
+        micro-batch before. ``where`` names the forward."""
+        if self != expected:
+            is_long = self._shown() == expected._shown()
             raise ScheduleError(
-                "a micro-batch has other shapes or regions than those that the plan is for\n"
-                f"  received: {where}: {self._shown(is_long)}; planned: {planned._shown(is_long)}\n"
-                + _WORKS.format("shapes and flags")
+                "a micro-batch has other shapes or regions than "
+                f"{'those that the plan is for' if is_planned else 'one before, and a plan is for one of each stage'}\n"
+                f"  received: {where}: {self._shown(is_long)}; "
+                f"{'planned' if is_planned else 'before'}: {expected._shown(is_long)}\n"
+                + (_WORKS.format("shapes and flags") if is_planned else _ALIKE)
             )
 
     def _shown(self, is_long: bool = False) -> str:

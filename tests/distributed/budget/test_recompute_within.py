@@ -452,18 +452,45 @@ class Growing(Blocks):
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("at", [2, 5])
-def test_regions_that_change(at):
+@pytest.mark.parametrize(
+    ("at", "than", "name", "works"),
+    [
+        (2, "one before, and a plan is for one of each stage", "before", "a number of rows that n_microbatches divid"),
+        (5, "those that the plan is for", "planned", "the same shapes and flags in every step; "),
+    ],
+)
+def test_regions_that_change(at, than, name, works):
     stages = stages_of("ScheduleGPipe", lambda stage: Growing(stage, at))
     schedule = recompute_ahead(schedule_on(stages, "ScheduleGPipe", 4), budget="1GB")
     text = (
-        r"^a micro-batch has other shapes or regions than those that the plan is for\n"
+        rf"^a micro-batch has other shapes or regions than {than}\n"
         r"  received: micro-batch \d of stage 0: 3 regions, input \[2, 8\], output float32 \[2, 8\]; "
-        r"planned: 2 regions, input \[2, 8\], output float32 \[2, 8\]\n"
-        r"  works:    the same shapes and flags in every step; "
+        rf"{name}: 2 regions, input \[2, 8\], output float32 \[2, 8\]\n"
+        rf"  works:    {works}"
     )
     with pytest.raises(ScheduleError, match=text):
         several(schedule, stages)
+
+
+@pytest.mark.usefixtures("alone")
+def test_rows_that_the_micro_batches_do_not_divide():
+    stages = stages_of("ScheduleGPipe", Blocks)
+    schedule = recompute_ahead(schedule_on(stages, "ScheduleGPipe", 4), budget="1GB")
+    x, y = batch(4, 2)
+    with pytest.raises(ScheduleError, match=r"works:    a number of rows that n_microbatches divides"):
+        step(schedule, stages, torch.cat([x, x[:2]]), torch.cat([y, y[:2]]))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_share_of_no_bytes():
+    """Nothing is trained, and what is compiled keeps nothing then."""
+    stages = stages_of("ScheduleGPipe", lambda stage: Blocks(stage).requires_grad_(False))
+    for stage in stages:
+        for block in stage.submod.blocks:
+            block.compile(backend="aot_eager")
+    schedule = recompute_ahead(schedule_on(stages, "ScheduleGPipe", 4), budget="100%")
+    several(schedule, stages)
+    assert schedule.plan.recomputed_share == 0
 
 
 @pytest.mark.usefixtures("alone")

@@ -79,6 +79,22 @@ def test_what_a_split_backward_leaves_out_is_named_once(mode):
     assert texts_of(Scaled, mode, factor=rows)[0] == [TEXT.format("[8, 1]")]
 
 
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_a_stage_behind_a_frozen_one_is_named_once(mode):
+    def make(stage):
+        return Scaled(stage).requires_grad_(stage > 0)
+
+    text = (
+        "recompute_ahead: split backwards, as in torch, give no gradient to a stage whose inputs need none; whole "
+        "ones, which a plan may do in their place, give it\n"
+        "  received: stage 1, behind frozen ones\n"
+        "  works:    ScheduleInterleaved1F1B(stages, ...), whose backwards are whole; or train what is before this "
+        "stage"
+    )
+    assert texts_of(make, mode)[0] == [text]
+    assert texts_of(make, mode, name="ScheduleInterleaved1F1B")[0] == []
+
+
 @pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", NAME])
 def test_first_stages_and_whole_backwards_leave_nothing_out(name):
     at, found = 0 if name == NAME else 1, []

@@ -181,12 +181,17 @@ def _recomputing_all(
     late = first_blocks(problem.schedule, problem.stages, max(len(stage.blocks) for stage in problem.stages))
     plans = [PipelinePlan.of(within, without(order), late) for order in orders]
     fits = [Fitted(plan, limits, peaks_of(plan, beside)) for plan in plans]
-    return min(fits, key=lambda tried: max(peak / limit for peak, limit in zip(tried.peak_bytes, limits)))
+    return min(fits, key=lambda tried: max(map(_excess, tried.peak_bytes, limits)))
+
+
+def _excess(peak_bytes: float, limit_bytes: float) -> float:
+    """How many times the limit they are; a share of no bytes is none."""
+    return peak_bytes / limit_bytes if limit_bytes else math.inf if peak_bytes else 0.0
 
 
 def _too_small(least: Fitted) -> BudgetInfeasible:
     limits, peaks = least.budget_bytes, least.peak_bytes
-    rank = max(range(len(limits)), key=lambda rank: peaks[rank] / limits[rank])
+    rank = max(range(len(limits)), key=lambda rank: _excess(peaks[rank], limits[rank]))
     return BudgetInfeasible(
         f"the budget is too small: rank {rank} takes {enough(peaks[rank])} bytes even if it recomputes everything\n"
         f"  received: {whole(limits[rank])} bytes for rank {rank}\n"
