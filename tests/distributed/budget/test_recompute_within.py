@@ -472,6 +472,7 @@ def test_regions_that_change(at, than, name, works):
         several(schedule, stages)
 
 
+@pytest.mark.skipif(OLD, reason="torch 2.11 alone: it refuses another shape itself")
 @pytest.mark.usefixtures("alone")
 def test_rows_that_the_micro_batches_do_not_divide():
     stages = stages_of("ScheduleGPipe", Blocks)
