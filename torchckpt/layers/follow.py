@@ -215,7 +215,7 @@ class Steps:
             return
         if step.has_run_out:  # outside of the chosen layers, or in the backward of a kept call
             step.has_raised = True
-            self._known.ran_out(step.known)
+            self._known.ran_out(step.known, is_shown=False)
         is_rest, self._is_rest = self._is_rest, False
         if step.is_unknown and not is_rest:
             self._uncertain.setdefault(step.first, _Uncertain()).count_again(sum(known.steps for known in step.began))

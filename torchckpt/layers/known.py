@@ -258,8 +258,11 @@ class KnownSteps:
         """What all steps need that are known."""
         return max((step.least_bytes for step in self._steps.values()), default=0.0)
 
-    def ran_out(self, steps: Iterable[KnownStep]) -> str:
+    def ran_out(self, steps: Iterable[KnownStep], is_shown: bool = True) -> str:
         """After the device was out of memory in a step that is one of these: have their next plans take less.
+
+        Args:
+            is_shown: whether an error shows what is returned.
 
         Returns:
             What to say of it.
@@ -267,9 +270,10 @@ class KnownSteps:
         planned = [step for step in steps if step.takes_more]
         others = "smaller batches, or more layers"
         if not planned:
-            rule = "step recomputes every chosen layer, or takes no more than that"
-            self.warn(f"the device was out of memory, though the {rule}\n  works:    {others}")
-            return f"the {rule}\n  works:    {others}"
+            text = f"the step recomputes every chosen layer, or takes no more than that\n  works:    {others}"
+            if not is_shown:
+                self.warn(f"the device was out of memory, though {text}")
+            return text
         given, least = min((step.plan.budget_bytes, step.least_bytes) for step in planned if step.plan)
         for step in planned:
             step.plan_less(LESS)
