@@ -268,16 +268,37 @@ def test_importing_the_package_imports_nothing_that_torch_has_not_imported():
     assert made.stdout.split() == []
 
 
-def test_a_region_imports_no_compiler():
-    """Dynamo takes a second to import, and where it is there, regions look for compiled code."""
-    program = (
-        "import sys, torch, torchckpt; block = torch.nn.Linear(2, 2);"
+WITHOUT_COMPILER = {
+    "a region": (
+        "block = torch.nn.Linear(2, 2);"
         "region = torchckpt.Checkpointing(block, torchckpt.checkpoint(block, torch.ones(2, 2)));"
         "region.recompute(region.checkpoint()).sum().backward();"
-        "torchckpt.checkpoint_module(block); torchckpt.keep(block, torch.ones(2, 2)).sum().backward();"
-        "print('torch._dynamo' in sys.modules)"
+        "torchckpt.checkpoint_module(block); torchckpt.keep(block, torch.ones(2, 2)).sum().backward()"
+    ),
+    "a counted step of layers": "torchckpt.checkpoint_layers(model, budget='1GB'); model(x).sum().backward()",
+    "a counted backward of a Pipe": "torchckpt.Pipe(model, [2, 2], chunks=2, budget='1GB')(x).sum().backward()",
+    "a counted step of a Pipe": (
+        "torchckpt.Pipe(model, [2, 2], chunks=2, budget='1GB').step(x, x, loss_fn=torch.nn.functional.mse_loss)"
+    ),
+    "layers that are timed": "torchckpt.pipe.balance_by_time(2, model, x)",
+    "a replay that modes watch": (
+        "from torchckpt.measuring.live import Watch; outputs = torchckpt.checkpoint(model, x); watch = Watch();\n"
+        "with watch: outputs.sum().backward()"
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WITHOUT_COMPILER)
+def test_it_imports_no_compiler(what):
+    """Dynamo takes seconds to import, which would count for a layer, and where it is there, regions look for compiled
+    code."""
+    program = (
+        "import sys, torch, torchckpt; from torch import nn; x = torch.ones(4, 2);"
+        "model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(4)));"
+        f"{WITHOUT_COMPILER[what]}\nprint('torch._dynamo' in sys.modules)"
     )
-    assert run("-c", program).stdout.strip() == "False"
+    done = run("-c", program)
+    assert done.stdout.strip() == "False", done.stderr
 
 
 def test_importing_the_version_does_not_import_torch():

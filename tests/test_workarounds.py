@@ -119,6 +119,17 @@ def torch_compiler_imports_dynamo_to_disable_it():
     assert run("-c", program).stdout == "True\n"
 
 
+def a_mode_imports_dynamo_at_its_first_operator():
+    program = (
+        "import sys, torch; from torch.utils._python_dispatch import TorchDispatchMode\n"
+        "class Mode(TorchDispatchMode):\n"
+        "    def __torch_dispatch__(self, func, types, args=(), kwargs=None): return func(*args, **(kwargs or {}))\n"
+        "with Mode(): torch.ones(1)\n"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    assert run("-c", program).stdout == "True\n"
+
+
 @contextmanager
 def two_ranks():
     """A fake process group, and a mesh of it."""
@@ -199,6 +210,7 @@ WORKAROUNDS = {
     "torchckpt.graph.run.backend:_SameOverlaps": a_compiled_call_does_not_see_that_inputs_overlap,
     "torchckpt.graph.step.repeat:as_eager_runs": a_traced_dropout_rounds_its_scale_otherwise,
     "torchckpt.graph.step.halves:Halves": a_traced_backward_makes_zeros_of_missing_gradients,
+    "torchckpt.regions.private:DispatchMode": a_mode_imports_dynamo_at_its_first_operator,
     "torchckpt.regions.private:keep_from_dynamo": torch_compiler_imports_dynamo_to_disable_it,
 }
 """By workaround, what torch does without it."""

@@ -1,8 +1,10 @@
 """The repeated blocks of models, by what they are."""
 from __future__ import annotations
 
+import io
 import json
 import logging
+import sys
 from importlib.util import find_spec
 
 import pytest
@@ -100,6 +102,21 @@ def test_where_there_are_none_candidates_are_named():
         torchckpt.checkpoint_layers(model, budget="1GiB")
     with pytest.raises(torchckpt.ArgumentError, match="no repeated blocks"):
         torchckpt.checkpoint_layers(nn.Linear(2, 2), budget="1GiB")
+
+
+def test_on_a_terminal_the_line_is_there_and_else_in_the_log(monkeypatch, caplog):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return self is terminal
+
+    terminal, file = Terminal(), Terminal()
+    model = Model([Wide(16, 16) for _ in range(3)])
+    for stream in (terminal, file, None):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with caplog.at_level(logging.INFO, "torchckpt"), torchckpt.checkpoint_layers(model, budget="1GiB"):
+            pass
+    line = "checkpoint_layers takes 3 repeated blocks: layers.0 to layers.2"
+    assert (terminal.getvalue(), file.getvalue(), caplog.messages) == (f"{line}\n", "", [line, line])
 
 
 def test_one_line_says_what_was_taken(caplog):

@@ -2,18 +2,17 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
-from typing import Any, TextIO
+from typing import Any
 
+from torchckpt.notices import LOGGER, terminal
 from torchckpt.planning.remat.plan import Plan
 
-__all__ = ["LOGGER", "Watch", "log", "log_unread", "stopwatch"]
+__all__ = ["Watch", "log", "log_unread", "stopwatch"]
 
-LOGGER = logging.getLogger("torchckpt")
 _PATIENCE_SECONDS, _BETWEEN_SECONDS, _BETWEEN_LINES_SECONDS = 3.0, 0.2, 10.0
 _BETWEEN_OPERATORS = 100
 _WIDTH = 79
@@ -33,7 +32,7 @@ class Watch:
     @contextmanager
     def tracing(self, what: str) -> Iterator[Callable[[object], None]]:
         """Show that ``what`` is traced. Gives a function to call with each operator of the trace."""
-        line, operators = _Line(f"torchckpt traces {what}", sys.stderr), count(1)
+        line, operators = _Line(f"torchckpt traces {what}"), count(1)
 
         def tell(_: object) -> None:
             number = next(operators)
@@ -49,7 +48,7 @@ class Watch:
     def planning(self, operations: int) -> Iterator[Callable[[str], None]]:
         """Time the planning of so many operations. Gives a function that shows what is being done."""
         start_seconds = _clock()
-        line = _Line(f"torchckpt plans {operations} operations", sys.stderr, start_seconds)
+        line = _Line(f"torchckpt plans {operations} operations", start_seconds)
         try:
             yield line.show
         finally:
@@ -61,8 +60,8 @@ class _Line:
     """One line on a terminal, overwritten by each update and erased by ``remove()``. Elsewhere a line in the log, now
     and then. It counts from ``start_seconds``, or from its first update."""
 
-    def __init__(self, head: str, stream: TextIO | None, start_seconds: float | None = None) -> None:
-        self._head, self._stream = head, stream if stream is not None and stream.isatty() else None
+    def __init__(self, head: str, start_seconds: float | None = None) -> None:
+        self._head, self._stream = head, terminal()
         self._start_seconds = start_seconds
         self._shown_seconds: float | None = None
         self._between_seconds = _BETWEEN_LINES_SECONDS if self._stream is None else _BETWEEN_SECONDS

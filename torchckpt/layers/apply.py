@@ -1,7 +1,6 @@
 """``checkpoint_layers``: layers of a model that are regions; with a budget, as few calls of them as it takes."""
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Iterator, Sequence, Set
 
@@ -14,6 +13,7 @@ from torchckpt.layers.follow import Begin, Enter, Steps
 from torchckpt.layers.known import CALLER, KnownSteps, Limit
 from torchckpt.layers.plan import LayersPlan
 from torchckpt.modules import is_compiled
+from torchckpt.notices import notice
 from torchckpt.planning.budget import Budget, read, trouble
 from torchckpt.planning.figures import Drawn
 from torchckpt.regions.core.options import Options
@@ -24,7 +24,6 @@ from torchckpt.typing import ContextFunction, DeterminismCheck
 __all__ = ["PlannedLayers", "checkpoint_layers"]
 
 _WORKS = 'checkpoint_layers(model, "layers.*", budget="60GiB")'
-_LOGGER = logging.getLogger("torchckpt")
 
 
 class PlannedLayers(LayersHandle, Drawn):
@@ -105,7 +104,8 @@ def checkpoint_layers(
             called with each submodule and says whether it is one; or several of these, in a list, a tuple or a set.
             Each of them must choose something. A module that stands in several places, or is chosen twice, is one.
             With a budget it may be left out: the repeated blocks, which are the modules of the longest lists of modules
-            of one class and one shape; the log and the handle say which.
+            of one class and one shape; the handle says which, and one line on
+            stderr where that is a terminal, else in the log.
         every: of those that are chosen, in the order of ``model.named_modules()``, the first and then every n-th one:
             with ``every=2`` the 1st, the 3rd, the 5th. Not with a budget.
         budget: bytes that a step may take above what is there before it: a number, a size such as ``"60GiB"``, or a
@@ -134,7 +134,7 @@ def checkpoint_layers(
     faults = list(_budget_faults(model, every, budget, device_memory, host))
     if layers is None and isinstance(model, nn.Module) and not faults:
         layers = repeated(model)
-        _LOGGER.info("%s takes %d repeated blocks: %s to %s", CALLER, len(layers), layers[0], layers[-1])
+        notice(f"{CALLER} takes {len(layers)} repeated blocks: {layers[0]} to {layers[-1]}")
     chosen, handles = wrap_layers(model, [nn.Module] if layers is None else layers, every, options, faults)
     steps = Steps(model, KnownSteps(tuple(chosen), Limit(budget, device_memory, host)))
     for number, layer in enumerate(chosen.values()):

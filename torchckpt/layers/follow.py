@@ -8,7 +8,8 @@ when they begin. [3] While calls are those of known steps, a call is kept if all
 recomputed. [4] Of calls between the first and the last one of a known step, only the layer and the shape of the first
 tensor are looked at. They leave no mark while the newest one waits: without it, as behind frozen layers, behind a graph
 that was cut, and where an output was dropped, nobody would know that the step goes on. Where a step was taken for ended
-before its last call nevertheless, all calls leave one from then on.
+before its last call nevertheless, all calls leave one from then on. [5] An error may hold the graph of the step in
+which memory ran out, as in a notebook. Ranks that communicate inside of layers begin their steps together.
 """
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from torchckpt.layers.count import Counter
-from torchckpt.layers.known import CALLER, KnownStep, KnownSteps, has_run_out, measured
+from torchckpt.layers.known import CALLER, KnownStep, KnownSteps, measured
 from torchckpt.layers.plan import LayersPlan, Wish
 from torchckpt.layers.step import MOST_CALLS, PLAIN, Step
 from torchckpt.measuring.remembered import SHOWN
@@ -129,7 +130,7 @@ class Steps:
             return
         device = _device_of(model, args, kwargs)
         shapes = (*self._settings_on(device), *shapes_of(*args, **kwargs))
-        if step is None or not step.calls or not step.is_alive:
+        if step is None or not step.calls or not step.is_alive or (step.has_run_out and not self._groups):  # [5]
             self._unseen = 0 if step is None or step.calls else self._unseen + 1
             if self._unseen == _UNSEEN:
                 warnings.warn(f"{CALLER}: {_NOT_SEEN}", stacklevel=3)
@@ -212,8 +213,9 @@ class Steps:
         step, self.step = self.step, None
         if step is None:
             return
-        if (step.is_in_backward or 0 < step.reached < step.marked) and has_run_out(step.known, step.device):
-            self._known.ran_out(step.known)
+        if step.has_run_out:  # outside of the chosen layers, or in the backward of a kept call
+            step.has_raised = True
+            self._known.ran_out(step.known, is_shown=False)
         is_rest, self._is_rest = self._is_rest, False
         if step.is_unknown and not is_rest:
             self._uncertain.setdefault(step.first, _Uncertain()).count_again(sum(known.steps for known in step.began))

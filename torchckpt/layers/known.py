@@ -25,7 +25,7 @@ from torchckpt.regions.live import allocator_of
 from torchckpt.regions.moved.copies import copies_of, goes_from
 from torchckpt.regions.saved import bytes_of
 
-__all__ = ["CALLER", "Foreseen", "KnownStep", "KnownSteps", "Limit", "Order", "has_run_out", "measured"]
+__all__ = ["CALLER", "Foreseen", "KnownStep", "KnownSteps", "Limit", "Order", "measured", "ooms_of"]
 
 Order: TypeAlias = tuple[tuple[int, int], ...]
 """The order in which backwards reach calls: each time, how many calls there had been, and which of them is reached."""
@@ -113,8 +113,6 @@ class KnownStep(Followed[LayersPlan]):
     """Whether its plan takes more, although it recomputes what it can."""
     is_marked: bool = False
     """Whether each of its calls leaves a mark: a step was taken for ended before its last call."""
-    ooms: int = 0
-    """How often the device had been out of memory then."""
 
     @cached_property
     def took(self) -> Took:
@@ -223,7 +221,7 @@ class KnownSteps:
             has_more = limit_bytes > near * step.limit_bytes
             has_less = step.plan is not None and limit_bytes < min(step.limit_bytes, step.plan.peak_bytes)
             if step.plan is None or has_more or has_less:
-                step.limit_bytes, step.ooms, step.plan = limit_bytes, _ooms(device), None
+                step.limit_bytes, step.plan = limit_bytes, None
         return steps
 
     def plan(
@@ -260,8 +258,11 @@ class KnownSteps:
         """What all steps need that are known."""
         return max((step.least_bytes for step in self._steps.values()), default=0.0)
 
-    def ran_out(self, steps: Iterable[KnownStep]) -> str:
+    def ran_out(self, steps: Iterable[KnownStep], is_shown: bool = True) -> str:
         """After the device was out of memory in a step that is one of these: have their next plans take less.
+
+        Args:
+            is_shown: whether an error shows what is returned.
 
         Returns:
             What to say of it.
@@ -269,19 +270,22 @@ class KnownSteps:
         planned = [step for step in steps if step.takes_more]
         others = "smaller batches, or more layers"
         if not planned:
-            return f"the step recomputes every chosen layer, or takes no more than that\n  works:    {others}"
+            text = f"the step recomputes every chosen layer, or takes no more than that\n  works:    {others}"
+            if not is_shown:
+                self.warn(f"the device was out of memory, though {text}")
+            return text
         given, least = min((step.plan.budget_bytes, step.least_bytes) for step in planned if step.plan)
         for step in planned:
             step.plan_less(LESS)
         share, needed = max(LESS, least / given), max(self._needed_bytes, least)
-        warnings.warn(
-            f"{CALLER}: the device was out of memory in a planned step, so the next plan takes {share:.0%} of its "
-            "budget",
-            stacklevel=2,
-        )
         works = f"budget={whole(LESS * given)} or less, but at least {enough(needed)}"
         if LESS * given < needed:
             works = f"budget={enough(needed)}, {others}" if needed < given else others
+        warnings.warn(
+            f"{CALLER}: the device was out of memory in a planned step, so the next plan takes {share:.0%} of its "
+            f"budget\n  works:    {works}",
+            stacklevel=2,
+        )
         return f"a planned step takes more than the device has left\n  works:    {works}"
 
     def too_small(self, rank: int, wish: Wish, kept: frozenset[int]) -> BudgetInfeasible:
@@ -365,12 +369,10 @@ def measured(step: KnownStep, peak_bytes: float) -> None:
         step.took_bytes([peak_bytes], [step.plan.budget_bytes])
 
 
-def has_run_out(steps: Iterable[KnownStep], device: torch.device) -> bool:
-    """Whether the device was out of memory since the plans of these were made."""
-    return any(_ooms(device) > step.ooms for step in steps)
-
-
-def _ooms(device: torch.device) -> int:
-    """How often the device was out of memory, if it counts that."""
+def ooms_of(device: torch.device) -> int:
+    """How often the device was out of memory, if it counts that; not where it found some after freeing its cache."""
     allocator = allocator_of(device)
-    return int(allocator.memory_stats(device).get("num_ooms", 0)) if hasattr(allocator, "memory_stats") else 0
+    for name in ("memory_stats_as_nested_dict", "memory_stats"):  # the first one takes less time
+        if hasattr(allocator, name):
+            return int(getattr(allocator, name)(device).get("num_ooms", 0))
+    return 0

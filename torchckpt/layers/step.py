@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchckpt.errors import BudgetInfeasible
 from torchckpt.layers.count import Counter
-from torchckpt.layers.known import CALLER, Foreseen, KnownStep, KnownSteps
+from torchckpt.layers.known import CALLER, Foreseen, KnownStep, KnownSteps, ooms_of
 from torchckpt.measuring.shapes import Shapes
 from torchckpt.planning import Kind
 from torchckpt.regions.core.frame import Frame
@@ -105,9 +105,17 @@ class Step:
     thread: int = field(default_factory=threading.get_ident)
     driven: Driven | None = None
     """What calls that are away follow."""
+    ooms: int = field(init=False)
+    """How often the device had been out of memory when it began, or when its last backward ended, or failed."""
 
     def __post_init__(self) -> None:
-        self.began = self.known
+        self.began, self.ooms = self.known, ooms_of(self.device)
+
+    @property
+    def has_run_out(self) -> bool:
+        """Whether the device was out of memory since it began, wherever; not where a backward has ended in spite of it,
+        as cuDNN goes on with another kernel, and not where it was said."""
+        return ooms_of(self.device) > self.ooms
 
     @property
     def has_failed(self) -> bool:
@@ -213,7 +221,7 @@ class Step:
 
     def backward_ended(self) -> None:
         """A backward has ended without an error."""
-        self.is_in_backward = False
+        self.is_in_backward, self.ooms = False, ooms_of(self.device)
 
     def goes_back(self, call: int, is_kept: bool) -> None:
         """A backward reaches ``call``."""
@@ -247,6 +255,7 @@ class Step:
         """Note that a call or a replay has raised ``error``. Where memory ran out, raise one that says what to do."""
         self.has_raised, self.script = True, ()
         if isinstance(error, torch.OutOfMemoryError):
+            self.ooms = ooms_of(self.device)
             raise torch.OutOfMemoryError(f"{error}\n{CALLER}: {self.every.ran_out(self.known)}") from error
 
     @contextmanager

@@ -15,7 +15,7 @@ from torchckpt.regions.private import DispatchMode, running_node, take_from_mode
 __all__ = ["LiveBytes", "Watch"]
 
 
-class Watch(DispatchMode):  # type: ignore[no-untyped-call]  # in torch
+class Watch(DispatchMode):
     """Has the storages that operators make counted, while :attr:`live` is set. It may stay entered for longer."""
 
     supports_higher_order_operators = True
@@ -47,7 +47,7 @@ class Watch(DispatchMode):  # type: ignore[no-untyped-call]  # in torch
         take_from_modes(self)
 
 
-class LiveBytes(LiveStorages):  # type: ignore[no-untyped-call]  # in torch
+class LiveBytes(LiveStorages):
     """Counts what is alive in each action of a step."""
 
     def __init__(self, device: torch.device, looks: bool = True) -> None:

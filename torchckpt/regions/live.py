@@ -17,7 +17,7 @@ from torchckpt.tensors import tensors_in
 __all__ = ["LiveStorages"]
 
 
-class LiveStorages(DispatchMode):  # type: ignore[no-untyped-call]  # in torch
+class LiveStorages(DispatchMode):
     """While it is entered, it records the storages that operators make, and the peak bytes that are alive.
 
     Storages from before do not count, nor those that no operator makes, such as receive buffers of messages. If the

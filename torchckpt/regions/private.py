@@ -37,9 +37,7 @@ __all__ = [
 ]
 
 try:
-    from torch._C import (
-        _are_functorch_transforms_active as functorch_is_active,  # asked by Function.apply; no public form
-    )
+    from torch._C import _are_functorch_transforms_active as functorch_is_active  # Function.apply asks; no public form
     from torch._C import _current_autograd_node as running_node  # the one whose backward runs, or None; no public form
     from torch._C import (
         _get_dispatch_stack_at,
@@ -62,7 +60,7 @@ try:
     from torch.nn.modules.batchnorm import _NormBase as norm_layer  # the base of BatchNorm, InstanceNorm, SyncBatchNorm
     from torch.overrides import _get_current_function_mode_stack as function_modes  # TorchFunctionMode; no public form
     from torch.utils._device import DeviceContext  # the mode that torch.device is as a context
-    from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # public in all but its module
+    from torch.utils._python_dispatch import TorchDispatchMode  # public in all but its module
     from torch.utils.checkpoint import _checkpoint_debug_enabled  # noqa: F401  # see settings_of_torch
 except ImportError as missing:
     raise CheckpointError(
@@ -263,6 +261,20 @@ def with_torch_functions(seen: bool) -> AbstractContextManager[None]:
     return context()  # type: ignore[no-any-return]
 
 
+class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # in torch
+    """torch's mode, but for how Dynamo skips it: torch's way imports Dynamo at the first operator, in seconds."""
+
+    is_over = False
+
+    def __init_subclass__(cls) -> None:
+        keep_from_dynamo(cls.__torch_dispatch__)
+        super().__init_subclass__()  # type: ignore[no-untyped-call]  # likewise
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 @contextmanager
 def kept_by_policies(pack: Callable[[Tensor], object]) -> Iterator[None]:
     """Inside the block, ``pack`` gets each tensor that a selective policy keeps in eager code: these are no saved
@@ -285,8 +297,8 @@ def put_under_modes(mode: DispatchMode) -> None:
     """Enter ``mode`` below all modes of this thread, so that it can be left at any time: each of the others takes away
     what is on top. No public form."""
     modes = _dispatch_modes()
-    _exchange_modes(modes, [mode, *(one for one in modes if one is not mode and not _is_over(one))])
-    vars(mode)[_OVER] = False
+    _exchange_modes(modes, [mode, *(one for one in modes if one is not mode and not getattr(one, "is_over", False))])
+    mode.is_over = False
 
 
 def take_from_modes(mode: DispatchMode) -> None:
@@ -296,14 +308,14 @@ def take_from_modes(mode: DispatchMode) -> None:
     that the thread has no more, so that no tensor could be made in it. Inside of them ``mode`` stays. The garbage
     collector may call this anywhere.
     """
-    vars(mode)[_OVER] = True
+    mode.is_over = True
     leave_modes()
 
 
 def leave_modes() -> None:
     """Leave the modes of this thread that could not be left when :func:`take_from_modes` was called, if they can be."""
     modes = _dispatch_modes()
-    left = [one for one in modes if not _is_over(one)]
+    left = [one for one in modes if not getattr(one, "is_over", False)]
     if len(left) < len(modes) and not torch.is_inference_mode_enabled() and not _is_in_dispatch():
         _exchange_modes(modes, left)
 
@@ -313,13 +325,6 @@ def _is_in_dispatch() -> bool:
     while frame is not None and frame.f_code.co_name != "__torch_dispatch__":
         frame = frame.f_back
     return frame is not None
-
-
-_OVER = "is_over"
-
-
-def _is_over(mode: Any) -> bool:
-    return bool(vars(mode).get(_OVER))
 
 
 def after_backward(call: Callable[[], None]) -> None:

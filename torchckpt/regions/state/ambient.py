@@ -111,7 +111,7 @@ def use_settings(then: Settings) -> Iterator[None]:
         yield
 
 
-class _Watch(DispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
+class _Watch(DispatchMode):
     """Changes nothing. In a replay that other modes see and its forward not, it notes what the replay makes."""
 
     def __init__(self) -> None:
