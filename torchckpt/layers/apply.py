@@ -104,8 +104,8 @@ def checkpoint_layers(
             called with each submodule and says whether it is one; or several of these, in a list, a tuple or a set.
             Each of them must choose something. A module that stands in several places, or is chosen twice, is one.
             With a budget it may be left out: the repeated blocks, which are the modules of the longest lists of modules
-            of one class and one shape; the handle says which, and one line on
-            stderr where that is a terminal, else in the log.
+            of one class and one shape; the handle says which, and so does one line on stderr where that is a terminal,
+            else in the log.
         every: of those that are chosen, in the order of ``model.named_modules()``, the first and then every n-th one:
             with ``every=2`` the 1st, the 3rd, the 5th. Not with a budget.
         budget: bytes that a step may take above what is there before it: a number, a size such as ``"60GiB"``, or a
