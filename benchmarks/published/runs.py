@@ -110,6 +110,8 @@ class Run:
         missing = [name for name in wanted if not self.row[name]]
         if missing:
             return f"{missing[0].replace('_', ' ')} is not printed"
+        if (self.gpus or 1) > 1 and not any(self.row[name] for name in ("tp", "cp", "pp", "dp", "fsdp")):
+            return "the layout is not printed"
         if timed and self.device_name is None:
             return f"no data sheet of {self.gpu}"
         if not self.recompute and self.kind != "MoE" and not (timed and self.kind == "fp8"):

@@ -75,6 +75,8 @@ def test_rows_that_cannot_be_predicted_say_why_and_count(printed, rows):
     assert bare.reason(timed=True) == "layers is not printed"
     odd = runs.Run({**rows[0].row, "pp": 4, "gpus": 32, "schedule": "interleaved_1f1b", "microbatches_per_step": 9})
     assert "do not divide into m // ranks rounds" in odd.reason(timed=True)
+    no_layout = runs.Run({**rows[0].row, **dict.fromkeys(("tp", "cp", "pp", "dp", "fsdp")), "gpus": 8})
+    assert no_layout.reason(timed=True) == no_layout.reason(timed=False) == "the layout is not printed"
     assert runs.Run({**rows[0].row, "gpu": "TPU v5"}).reason(timed=True) == "no data sheet of TPU v5"
 
 

@@ -122,6 +122,9 @@ class Machine:
 
     @property
     def peak(self) -> float:
+        if "bfloat16" not in self.device.peak_flops:
+            rule, works = "the device has no peak of bfloat16, in which jobs compute", 'device="h100"'
+            raise_fault(Fault(rule, f"device={self.device.name!r}, with {', '.join(self.device.peak_flops)}", works))
         return self.device.peak_flops["bfloat16"]
 
     def stream(self, moved_bytes: float) -> float:
