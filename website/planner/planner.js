@@ -27,7 +27,8 @@ function make(tag, properties = {}, children = []) {
 }
 
 function drawFields(choices) {
-  const given = { ...START, ...Object.fromEntries(new URLSearchParams(location.hash.slice(1))) };
+  const linked = [...new URLSearchParams(location.hash.slice(1))];
+  const given = linked.length ? Object.fromEntries(linked) : START; // a link holds the whole input: what it lacks is empty
   $("fields").replaceChildren(...GROUPS.map(([title, names]) => make("fieldset", {}, [
     make("legend", { textContent: title }), ...names.map((name) => field(name, choices[name], given[name] ?? "")),
   ])));

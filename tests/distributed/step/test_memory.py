@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.distributed.stages import NAMES, SINGLE, TWO_STAGES, Blocks, batch, schedule_on, stages_of, step
+from tests.distributed.stages import NAMES, SINGLE, SPLIT, TWO_STAGES, Blocks, batch, schedule_on, stages_of, step
 from tests.settings import without_collector
 from torchckpt.distributed import recompute_ahead
 from torchckpt.regions.flags import local
@@ -153,3 +153,20 @@ def test_after_a_step_nothing_is_left(name, mode):
         assert alive.now == 0
     assert schedule._frames._waiting == {}
     assert local.thread.scope is None
+
+
+class View(Blocks):
+    """Its output is a view, from which torch cannot take its graph."""
+
+    def forward(self, x):
+        return super().forward(x).transpose(0, 1).transpose(0, 1)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", [*SINGLE, SPLIT[0]])
+def test_outputs_that_wait_for_the_end_of_the_step_have_no_graph(name):
+    stages = stages_of(name, View)
+    step(recompute_ahead(schedule_on(stages, name, 4)), stages, *batch(4))
+    outputs = stages[-1].output_chunks
+    assert len(outputs) == 4
+    assert [output.grad_fn for output in outputs] == [None] * 4

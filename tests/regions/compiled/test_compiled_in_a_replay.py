@@ -174,6 +174,19 @@ def test_a_graph_that_saves_in_another_order_is_an_error():
     assert "with other values" in said if said else all(map(torch.equal, received, expected))
 
 
+def test_a_replay_in_which_something_is_compiled_is_compared_by_value():
+    """What it saves has the shapes of the forward, in another order."""
+
+    def function(x):
+        compiled(x.detach() if is_recomputing() else x.detach().double())
+        first, second = ((x * factor).exp() for factor in ((3.0, 2.0) if is_recomputing() else (2.0, 3.0)))
+        return first - second
+
+    compiled = torch.compile(lambda y: y + 1, backend="eager", dynamic=False)
+    with pytest.raises(RecomputationError, match="with other values"):
+        checkpoint(function, leaf(4, 4)).sum().backward()
+
+
 @pytest.mark.slow
 def test_sizes_that_are_compiled_one_after_the_other():
     block = Counted()
