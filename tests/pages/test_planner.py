@@ -18,7 +18,7 @@ FLAGS = [
     "--disable-sync",
 ]  # fmt: skip
 JOB = ["--model", "llama3-8b", "--device", "a100", "--gpus", "8", "--global-batch", "16", "--tp", "2", "--pp", "2"]
-ASKED = "#model=llama3-8b&device=a100&gpus=8&global-batch=16&tp=2&pp=2&sequence="
+ASKED = "#model=llama3-8b&device=a100&gpus=8&global-batch=16&tp=2&pp=2"
 ANSWERED = "#result:not([hidden])"
 MOST_MS = 120_000
 
@@ -99,6 +99,7 @@ def test_a_link_has_the_whole_input_and_the_answer_is_the_command_s(page, capsys
     assert step.bounding_box()["y"] > page.locator("#picture .weights").first.bounding_box()["y"]
     assert page.input_value("#model") == "llama3-8b"
     assert "model=llama3-8b" in page.get_attribute("#link", "href")
+    assert page.input_value("#sequence") == ""  # a page without a link has 8192 there
 
 
 def test_a_wrong_input_gets_the_command_s_error_at_its_field(page, capsys):
