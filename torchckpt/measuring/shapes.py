@@ -135,7 +135,12 @@ _WORKS = (
     "  works:    the same {} in every step; for others, new stages of the same modules, and with a schedule of these "
     "stages: recompute_ahead(schedule, budget=...)"
 )
-_ALIKE = "  works:    a number of rows that n_microbatches divides, and the same shapes and flags in every step"
+_OF_PLAN = "those that the plan is for", "planned", _WORKS.format("shapes and flags")
+_BEFORE = (
+    "one before, and a plan is for one of each stage", "before",
+    "  works:    a number of rows that n_microbatches divides, and the same shapes and flags in every step",
+)  # fmt: skip
+"""What a micro-batch differs from, its name, and what works."""
 
 
 class Signature(NamedTuple):
@@ -150,12 +155,10 @@ class Signature(NamedTuple):
         micro-batch before. ``where`` names the forward."""
         if self != expected:
             is_long = self._shown() == expected._shown()
+            than, name, works = _OF_PLAN if is_planned else _BEFORE
             raise ScheduleError(
-                "a micro-batch has other shapes or regions than "
-                f"{'those that the plan is for' if is_planned else 'one before, and a plan is for one of each stage'}\n"
-                f"  received: {where}: {self._shown(is_long)}; "
-                f"{'planned' if is_planned else 'before'}: {expected._shown(is_long)}\n"
-                + (_WORKS.format("shapes and flags") if is_planned else _ALIKE)
+                f"a micro-batch has other shapes or regions than {than}\n"
+                f"  received: {where}: {self._shown(is_long)}; {name}: {expected._shown(is_long)}\n{works}"
             )
 
     def _shown(self, is_long: bool = False) -> str:
