@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.published.predict import KINDS, figures, times  # noqa: E402
 from benchmarks.published.runs import Run, read_runs  # noqa: E402
-from torchckpt.jobs.rates import RATES, Rates  # noqa: E402
+from torchckpt.planning.rates import RATES, Rates  # noqa: E402
 
 PRIORS = {
     "ampere": 0.80, "hopper": 0.68, "inner": 200.0, "memory": 0.75, "host_seconds": 25e-6, "unhidden": 0.25,

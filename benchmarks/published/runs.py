@@ -14,8 +14,8 @@ from torchckpt.jobs.job import Job
 from torchckpt.jobs.layout import Layout, Software
 from torchckpt.jobs.memory import memory_of
 from torchckpt.jobs.model import Model
-from torchckpt.jobs.rates import RATES, Machine, Rates
 from torchckpt.planning.device import DEVICES, Device
+from torchckpt.planning.rates import RATES, Machine, Rates
 
 GIB = 2.0**30
 DRIVER_BYTES = 1.5 * GIB

@@ -18,7 +18,7 @@ TINY = ("plan", "examples.plan_llama:tiny", "--device", "h100", "--schedule", "1
 def test_costs_the_plan_and_the_line_that_people_quote(capsys, tmp_path):
     picture = tmp_path / "plan.svg"
     lines = printed(capsys, *TINY, "--budget", "50%", "--svg", str(picture)).split("\n")
-    assert lines[0] == "h100: 50% of its peak, link 450 GB/s; of one micro-batch:"
+    assert lines[0] == "h100: by kind and size of operation, link 450 GB/s; of one micro-batch:"
     assert "1f1b: 4 stages on 4 ranks, 4 micro-batches" in lines
     assert lines[-2].startswith("step ")
     assert "recomputing all" in lines[-2]
@@ -35,12 +35,12 @@ def test_options_reach_the_costs(capsys):
         return json.loads(printed(capsys, *TINY, "--budget", "100%", "--json", *options))["keep_all"]
 
     plain = step()
-    assert step("--efficiency", "0.1") > plain
+    assert step("--efficiency", "0.1") > step("--efficiency", "0.5")
     assert step("--dtype", "bf16") < plain
     assert step("--link-bandwidth", "1MB") > plain
     assert step("--link", "1") > 1
     assert step("--device", "a100") > plain
-    assert step("--kernels", "cpu") == pytest.approx(plain, rel=0.5)
+    assert step("--kernels", "cpu") > plain  # more of them
 
 
 def test_a_profile_has_the_seconds_of_this_machine(capsys):
@@ -68,21 +68,21 @@ def test_a_state_that_is_sharded(capsys):
 
 def test_the_device_has_the_memory(capsys, monkeypatch):
     plan = json.loads(printed(capsys, *TINY, "--json"))
-    assert all(8e10 - 1e7 < budget < 8e10 for budget in plan["budget_bytes"])
-    small = replace(DEVICES["h100"], memory_bytes=4e6)
-    monkeypatch.setitem(DEVICES, "h100", small)
+    usable = 0.95 * 80e9 - 1.5 * 2**30
+    assert all(usable - 1e7 < budget < usable for budget in plan["budget_bytes"])
+    monkeypatch.setitem(DEVICES, "h100", replace(DEVICES["h100"], memory_bytes=(4e6 + 1.5 * 2**30) / 0.95))
     same = json.loads(printed(capsys, *TINY, "--device-memory", "4MB", "--json"))["budget_bytes"]
-    assert json.loads(printed(capsys, *TINY, "--json"))["budget_bytes"] == same
-    monkeypatch.setitem(DEVICES, "h100", replace(small, memory_bytes=1e6))
-    assert "received: 1000000 bytes, of which those of stage 0 take" in refused(capsys, *TINY)
+    assert json.loads(printed(capsys, *TINY, "--json"))["budget_bytes"] == pytest.approx(same, abs=1)
+    monkeypatch.setitem(DEVICES, "h100", replace(DEVICES["h100"], memory_bytes=1e6))
+    assert "received: 0 bytes, of which those of stage 0 take" in refused(capsys, *TINY)
 
 
 def test_what_does_not_fit_the_device_is_said_first(capsys, monkeypatch):
     monkeypatch.setitem(DEVICES, "h100", replace(DEVICES["h100"], memory_bytes=1e6))
     lines = printed(capsys, *TINY, "--budget", "50%").split("\n")
-    assert lines[0].startswith("this does not fit: h100 has 1 MB, and rank 0 holds ")
+    assert lines[0].startswith("this does not fit: h100 has 1 MB, and rank 0 holds 1611 MB of context, buffers and ")
     assert lines[0].endswith(" of activations")
-    assert lines[2].startswith("h100: 50% of its peak")
+    assert lines[2].startswith("h100: by kind and size")
     assert json.loads(printed(capsys, *TINY, "--budget", "50%", "--json"))["does_not_fit"] == lines[0]
     assert "does_not_fit" not in json.loads(printed(capsys, *TINY, "--device", "a100", "--budget", "50%", "--json"))
 
@@ -129,8 +129,7 @@ def test_activations_alone_are_planned_without_device_memory(capsys):
 
 def test_the_step_has_a_unit(capsys):
     lines = printed(capsys, *TINY, "--schedule", "all", "--budget", "60%").split("\n")
-    assert lines[-2].startswith("step 0.0")
-    assert " ms, +" in lines[-2]
+    assert re.match(r"step [\d.]+ ms, \+", lines[-2])
     rows = lines[lines.index(next(line for line in lines if line.startswith("schedule "))) + 1 :]
     assert " s  " in rows[0]
 
@@ -144,7 +143,7 @@ def test_a_csv_says_the_schedule(capsys, tmp_path):
 
 def test_a_mesh_has_a_share_of_each_stage(capsys):
     text = printed(capsys, "plan", "examples.plan_parallel:tiny", "--mesh", "dp=2,tp=2", *TINY[2:], "--budget", "100%")
-    assert "static: weights, their gradients, Adam's state, what is gathered at once" in text
+    assert "optimizer: Adam's state; gathered: what FSDP2 has whole at once" in text
     assert "1f1b: 2 stages on 2 ranks, 4 micro-batches" in text
     assert [line.split() for line in text.splitlines() if line.startswith("replay")] == [
         ["replay", "all_gather", "tp", "(2)", "0.01638", "MB", "2"],

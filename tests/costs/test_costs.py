@@ -11,6 +11,7 @@ from torchckpt.costs import pipeline_costs
 from torchckpt.planning import one_f_one_b
 from torchckpt.planning.device import DEVICES, Device
 from torchckpt.planning.plan import plan_pipeline
+from torchckpt.planning.rates import RATES, Machine, Product
 
 SLOW = Device("slow", {"float32": 2.0, "tf32": 8.0, "bfloat16": 4.0}, float("inf"), 10.0, 1e9, "made up")
 """Where only arithmetic takes time."""
@@ -51,6 +52,24 @@ def test_seconds_are_bytes_where_memory_is_slower():
     block = pipeline_costs(linears, NARROW).stages[1].blocks[0]
     vectors, weight = 2 * 4 * ROWS * WIDTH, 4 * WIDTH * WIDTH  # in and out; the weight is read or its gradient written
     assert (block.forward_seconds, block.input_grad_seconds) == (vectors + weight, vectors + weight)
+
+
+def test_moved_bytes_are_counted():
+    part, size = pipeline_costs(linears, NARROW).counted[1].blocks[0], 4 * (2 * ROWS * WIDTH + WIDTH * WIDTH)
+    assert (part.forward_moved_bytes, part.backward_moved_bytes, part.replay_moved_bytes) == (size, 2 * size, 0)
+
+
+def test_a_known_device_has_the_seconds_of_each_kind_of_operation():
+    def build():
+        return [nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(3)))], torch.empty(8192, 4096)
+
+    rates, work = RATES["a100"], Product(8192, 4096, 4096)
+    block = pipeline_costs(build, "a100", dtype="bf16").stages[0].blocks[1]
+    machine = Machine(DEVICES["a100"], rates)
+    assert block.forward_seconds == machine.beside_host(machine.product(work), 1)
+    assert block.forward_seconds == pytest.approx(work.flops / 312e12 / rates.product, rel=0.2)
+    small = pipeline_costs(linears, "a100").stages[0].blocks[1]
+    assert small.forward_seconds == pytest.approx(rates.host_seconds, rel=0.05)
 
 
 @pytest.mark.parametrize(("dtype", "peak"), [(None, 2.0), ("fp32", 2.0), ("tf32", 8.0), ("bf16", 4.0)])
@@ -195,11 +214,13 @@ def test_costs_are_what_a_plan_takes_and_a_table():
     assert costs.link.bandwidth == DEVICES["a100"].link_bytes_per_second
     assert pipeline_costs(MODELS["llama"], "a100", link_bytes_per_second=5e9).link.bandwidth == 5e9
     lines = str(costs).split("\n")
-    assert lines[0] == "a100: 50% of its peak, link 300 GB/s; of one micro-batch:"
+    assert lines[0] == "a100: by kind and size of operation, link 300 GB/s; of one micro-batch:"
     assert [line.split()[:2] for line in lines[2:5]] == [["stage", "blocks"], ["0", "2"], ["1", "2"]]
-    assert lines[5:] == ["", "static: weights, their gradients, Adam's state"]
+    assert lines[5:] == ["", "optimizer: Adam's state"]
     sharded = pipeline_costs(MODELS["llama"], "a100", optimizer_bytes=12 / 64)
-    assert str(sharded).endswith("static: weights, their gradients, 0.1875 bytes of state a parameter")
+    assert str(sharded).endswith("optimizer: 0.1875 bytes of state a parameter")
+    share = str(pipeline_costs(MODELS["llama"], "a100", efficiency=0.4)).split("\n")[0]
+    assert share == "a100: 40% of its peak, link 300 GB/s; of one micro-batch:"
 
 
 BAD = [

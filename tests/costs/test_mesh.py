@@ -15,6 +15,7 @@ from torchckpt import ArgumentError, checkpoint
 from torchckpt.costs import Collective, fake_mesh, pipeline_costs
 from torchckpt.costs.mesh import Layout
 from torchckpt.planning.device import Network, device_named
+from torchckpt.planning.rates import RATES
 
 pytestmark = with_gloo
 
@@ -117,7 +118,7 @@ def test_fsdp1_hides_its_shares():
             pipeline_costs(lambda: ([made], torch.randn(4, 8)), "h100")
 
 
-SLOW = replace(device_named("h100"), network=Network(8, 1e3, 1e3, 0.0, 0.0, 0.25, "made up"))
+SLOW = replace(device_named("h100"), name="slow", network=Network(8, 1e3, 1e3, 0.0, 0.0, 0.25, "made up"))
 """4 x 8 float32 numbers take 0.378 s of an all-reduce of 2 ranks."""
 
 
@@ -148,13 +149,22 @@ def sharded(width, mesh, **options):
 
 
 def test_what_fsdp_gathers_runs_beside_the_block():
-    fast = replace(device_named("h100"), network=Network(8, 1e18, 1e18, 0.0, 0.0, 0.0, "made up"))
+    fast = replace(device_named("h100"), name="fast", network=Network(8, 1e18, 1e18, 0.0, 0.0, 0.0, "made up"))
     with fake_mesh(dp=2) as mesh:
         hidden, waited = (pipeline_costs(sharded(8, mesh), device).stages[0].blocks[0] for device in (fast, SLOW))
     gather = 0.25 + 2 * (8 * 8 + 8) * 4 / 2 / 1e3
     assert waited.forward_seconds == gather  # in place of the work, which is hidden
     assert waited.input_grad_seconds + waited.weight_grad_seconds == 2 * gather
     assert waited.recompute_seconds == pytest.approx(hidden.recompute_seconds)  # gathered already
+
+
+def test_what_is_gathered_takes_a_share_of_a_known_device_though_it_is_hidden():
+    networks = [Network(8, speed, speed, 0.0, 0.0, 0.0, "made up") for speed in (1e18, 1e9)]
+    devices = [replace(device_named("h100"), network=network) for network in networks]
+    with fake_mesh(dp=2) as mesh:
+        hidden, shared = (pipeline_costs(sharded(8, mesh), device).stages[0].blocks[0] for device in devices)
+    gather = 2 * (8 * 8 + 8) * 4 / 2 / 1e9
+    assert shared.forward_seconds == pytest.approx(hidden.forward_seconds + RATES["h100"].unhidden * gather)
 
 
 def test_one_rank_copies_what_several_gather():

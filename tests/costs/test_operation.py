@@ -4,14 +4,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchckpt.costs.operation import cost_of
+from torchckpt.costs.operation import work_of
 from torchckpt.costs.private import unallocated
 
 aten = torch.ops.aten
 
 
 def of(operator, *args, **kwargs):
-    return cost_of(operator, args, kwargs, operator(*args, **kwargs))
+    return work_of(operator, args, kwargs, operator(*args, **kwargs))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -59,9 +59,9 @@ def test_attention_multiplies_each_query_whoever_shares_its_keys(heads):
         keys = torch.empty(rows, heads, tokens, width)
         operator = aten._scaled_dot_product_flash_attention_for_cpu.default
         outputs, statistics = operator(query, keys, keys)
-        forward = cost_of(operator, (query, keys, keys), {}, (outputs, statistics))
+        forward = work_of(operator, (query, keys, keys), {}, (outputs, statistics))
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
         args = (outputs, query, keys, keys, outputs, statistics, 0.0, False)
-        cost = cost_of(backward, args, {}, (query, keys, keys))
+        cost = work_of(backward, args, {}, (query, keys, keys))
     product = 2 * rows * queries * tokens * tokens * width
     assert (forward[0], cost[0]) == (2 * product, 5 * product)

@@ -34,8 +34,8 @@ def test_a_llama_of_70_billion_parameters_in_under_two_gigabytes():
     assert block["static_bytes"] == 16 * parameters
     assert block["boundary_bytes"] == 2 * size.tokens * size.width
     products = 2 * size.tokens * (parameters - 2 * size.width) + 4 * size.tokens**2 * size.width
-    assert block["forward_seconds"] > products / 989.4e12 / 0.5
-    assert block["forward_seconds"] < 1.2 * products / 989.4e12 / 0.5
+    assert block["forward_seconds"] > products / 989.4e12 / 0.601
+    assert block["forward_seconds"] < 1.2 * products / 989.4e12 / 0.601
 
 
 @pytest.mark.slow

@@ -66,7 +66,26 @@ def test_both_ways_give_the_same_costs(both):
     (memory,) = memory_of(job)
     angles = 2 * 2 * SIZE.tokens * SIZE.head  # of rotations: two buffers
     assert sum(part.work.static_bytes for part in counted.parts) == memory.static + angles
+    assert counted.static == (memory.weights + angles, memory.gradients, memory.optimizer)
     assert [counted.parameters] == [sum(held) / job.layout.dp for held in job.rank_parameters]
+
+
+@pytest.mark.parametrize(("device", "dp", "tp"), [("h100", 2, 8), ("h100", 16, 1), ("a100", 2, 8)])
+def test_both_ways_take_the_same_seconds(device, dp, tp):
+    """Within 10 %: own code has a product each for queries, keys and values, and other kernels of eager mode."""
+    size = plan_llama.Size(2, 8192, 64, 8, 28672, 128256, 8192, stages=1)
+    with fake_mesh(dp=dp, tp=tp) as mesh:
+        counted = pipeline_costs(lambda: plan_parallel.made(size, mesh), device, dtype="bf16").counted[0]
+    layout = Layout(
+        gpus=dp * tp, tp=tp, dp=dp, global_batch=dp, recompute="full", state="fsdp2",
+        software=replace(BF16, kernels="eager", attention="flash2"),
+    )  # fmt: skip
+    own = counted.blocks[1].work
+    described = Job(model_named("llama3-70b"), layout, MACHINES[device]).stages[0].blocks[1]
+    assert own.forward_seconds == pytest.approx(described.forward_seconds, rel=0.1)
+    backwards = [block.input_grad_seconds + block.weight_grad_seconds for block in (own, described)]
+    assert backwards[0] == pytest.approx(backwards[1], rel=0.1)
+    assert own.recompute_seconds == pytest.approx(described.recompute_seconds, rel=0.1)
 
 
 def test_megatron_keeps_shares_and_gathers_them_again():

@@ -13,7 +13,8 @@ import pytest
 from torchckpt.errors import ArgumentError, BudgetInfeasible
 from torchckpt.jobs import MACHINES, MODELS, Job, Layout, plan_job
 from torchckpt.jobs.layout import RECOMPUTES, SOFTWARE
-from torchckpt.jobs.plan import BUFFERS, MARGIN, drawn
+from torchckpt.jobs.plan import drawn
+from torchckpt.planning.device import BUFFERS, MARGIN
 from torchckpt.planning.order.schedules import NAMES
 from torchckpt.planning.work.host import Host
 

@@ -35,7 +35,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
     group = parser.add_argument_group("model", "with MODULE:FUNCTION: counted without running it")
     group.add_argument("--device", type=_device, metavar="NAME", help=f"one of {', '.join(DEVICES)}")
-    group.add_argument("--efficiency", type=_efficiency, metavar="SHARE", help="of its peak of FLOPs; default: 0.5")
+    text = "of its peak of FLOPs, whatever is computed; default: by kind and size of operation"
+    group.add_argument("--efficiency", type=_efficiency, metavar="SHARE", help=text)
     text = f"torch's default while the stages are made: {', '.join(_DTYPES)}; default: as the function makes them"
     group.add_argument("--dtype", choices=_DTYPES, metavar="NAME", help=text)
     text = (
@@ -44,8 +45,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--optimizer-bytes", type=state_bytes, metavar="BYTES", help=text)
     text = (
-        "in place of --budget: what is left of it beside parameters, gradients and the optimizer's state; default: "
-        "what --device has"
+        "that tensors may take, in place of --budget: what is left of it beside parameters, gradients and the "
+        "optimizer's state; default: what --device has, but 5 %% for the allocator and 1.5 GiB for context and buffers"
     )
     group.add_argument("--device-memory", type=size, metavar="SIZE", help=text)
     group.add_argument("--link-bandwidth", type=size, metavar="SIZE", help="a second; default: inside a node")
@@ -86,7 +87,7 @@ def model_faults(options: argparse.Namespace) -> None:
     if options.budget is not None and options.device_memory is not None:
         raise Unusable("--budget and --device-memory are both given; works: --budget 60GB")
     if options.budget is None and options.device_memory is None:
-        options.device_memory = device_named(options.device).memory_bytes
+        options.device_memory = device_named(options.device).usable_bytes
 
 
 def model_costs(options: argparse.Namespace) -> PipelineCosts:
@@ -112,7 +113,7 @@ def _holding(build: Callable[[], Any], options: argparse.Namespace) -> Callable[
     def built() -> Any:
         model = build()
         for number, stage in enumerate(model[0]):
-            static = sum(static_of(stage, options.optimizer_bytes).values())
+            static = sum(map(sum, static_of(stage, options.optimizer_bytes).values()))
             if static >= options.device_memory:
                 raise Unusable(
                     "the device is too small: parameters, gradients and optimizer state leave no memory; "

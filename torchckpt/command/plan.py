@@ -31,7 +31,7 @@ from torchckpt.command.shared import (
 from torchckpt.command.target import CONTRACT
 from torchckpt.errors import ArgumentError
 from torchckpt.planning.budget import DeviceMemory, read
-from torchckpt.planning.device import device_named
+from torchckpt.planning.device import BUFFERS, MARGIN, device_named
 from torchckpt.planning.draw.units import units_of_bytes
 from torchckpt.planning.order.schedule import Schedule
 from torchckpt.planning.order.schedules import named_schedule
@@ -139,14 +139,16 @@ def _over_device(plan: PipelinePlan, options: argparse.Namespace) -> str:
         return ""
     device, units = device_named(options.device), units_of_bytes(max(plan.problem.budget_bytes))
     memory = options.device_memory or device.memory_bytes
+    other = 0.0 if options.device_memory else MARGIN * memory + BUFFERS
     totals = [static + peak for static, peak in zip(plan.static_bytes, plan.peak_bytes)]
     rank = max(range(len(totals)), key=totals.__getitem__)
-    if totals[rank] <= memory:
+    if totals[rank] + other <= memory:
         return ""
+    beside = f"{units.of_memory(other)} of context, buffers and margin, " if other else ""
     static, peak = units.of_memory(plan.static_bytes[rank]), units.of_memory(plan.peak_bytes[rank])
     return (
-        f"this does not fit: {device.name} has {units.of_memory(memory)}, and rank {rank} holds {static} of "
-        f"parameters, gradients and optimizer state beside {peak} of activations"
+        f"this does not fit: {device.name} has {units.of_memory(memory)}, and rank {rank} holds "
+        f"{beside}{static} of parameters, gradients and optimizer state beside {peak} of activations"
     )
 
 

@@ -8,6 +8,7 @@
     mesh              what users call: ``fake_mesh``, ranks that are not there, for stages that are parallelized
     parallel          what one rank tells others, and what FSDP2 gathers
     operation         FLOPs and moved bytes of operator calls; what an accelerator runs in their place
+    pace              the seconds of an operator call
     private           private names of torch
 
 >>> costs = torchckpt.costs.pipeline_costs(stages, "h100")

@@ -9,10 +9,10 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from torchckpt.regions.saved import storage_of
 from torchckpt.tensors import inner_tensors, nodes_behind, tensors_in
 from torchckpt.typing import Function
 
-__all__ = ["Counted", "Part", "counted", "static_of"]
+__all__ = ["Counted", "Part", "Static", "counted", "static_of"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,10 @@ class Part:
     forward_flops: int
     backward_flops: int
     replay_flops: int
+    forward_moved_bytes: int
+    backward_moved_bytes: int
+    replay_moved_bytes: int
+    """What operators read and write of the device's memory."""
     unsaved_bytes: int = 0
     """Bytes of the boundary that a kept block does not save: half-precision inputs of which it saves copies in float32.
     If the block is recomputed before its gradient arrives, they are in memory beside its saved bytes."""
@@ -59,6 +63,8 @@ class Counted:
     """The bytes of the floating-point tensors that the stage is called with."""
     parameters: int
     """The elements of its trained parameters, or of this rank's shares of them."""
+    static: Static
+    """What its parameters and buffers take."""
     gathered_bytes: int = 0
     """The most that FSDP2 has gathered of parameters at once, with the buffers that it gathers into."""
 
@@ -70,7 +76,7 @@ class Counted:
 class _Forward(Parts):
     """Data about a stage, collected during its forward."""
 
-    def __init__(self, ledger: Ledger, static: Mapping[StorageWeakRef, float]) -> None:
+    def __init__(self, ledger: Ledger, static: Collection[StorageWeakRef]) -> None:
         super().__init__()
         self.ledger = ledger
         self.changing: set[int] = set()  # blocks that change what they are given
@@ -159,8 +165,8 @@ def counted(
         optimizer_bytes: see :func:`~torchckpt.costs.count.static_of`.
     """
     ledger = ledger_of()
-    ledger.watched = static_of(stage, optimizer_bytes)
-    forward = _Forward(ledger, ledger.watched)
+    ledger.watched = storages = static_of(stage, optimizer_bytes).keys()
+    forward = _Forward(ledger, storages)
     parameters = [parameter for parameter in stage.parameters() if parameter.requires_grad]
     with ledger:
         hooks = saved_tensors_hooks(forward.pack, lambda tensor: tensor)
@@ -184,24 +190,27 @@ def counted(
     shares = [share for tensor in tensors_in(inputs) for share in inner_tensors(tensor)]
     message = sum(share.nbytes for share in shares if share.is_floating_point())
     elements = sum(map(_elements, parameters))
-    return Counted(before, tuple(blocks), after, message, elements, ledger.gathered_bytes), outputs
+    holds = Static(*map(sum, zip(Static(), *static.values())))
+    return Counted(before, tuple(blocks), after, message, elements, holds, ledger.gathered_bytes), outputs
 
 
-def _parts(forward: _Forward, static: Mapping[StorageWeakRef, float]) -> Iterable[Part]:
+def _parts(forward: _Forward, static: Mapping[StorageWeakRef, Static]) -> Iterable[Part]:
     """What is before the blocks, what is after them, and the blocks."""
     ledger, amounts = forward.ledger, forward.bytes_of_parts()
     static_bytes: defaultdict[int, float] = defaultdict(float)
     for storage, size in static.items():
-        static_bytes[ledger.users.get(storage, BEFORE)] += size
+        static_bytes[ledger.users.get(storage, BEFORE)] += sum(size)
     parts: dict[int, Part] = {}
     for part in (BEFORE, AFTER, *range(len(forward.boundaries))):
         phases = FORWARD, INPUT_GRAD, BOTH_GRADS, REPLAY
-        ahead, inner, both, replay = (max(ledger.seconds[phase, part], ledger.beside[phase, part]) for phase in phases)
-        forward_flops, _, backward_flops, replay_flops = (ledger.flops[phase, part] for phase in phases)
+        ahead, inner, both, replay = (ledger.done(phase, part) for phase in phases)
         saved, boundary, unsaved = amounts[part]
-        work = Block(ahead, inner, max(0.0, both - inner), replay, saved, boundary, static_bytes[part])
-        flops, changes_input = (forward_flops, backward_flops, replay_flops), part in forward.changing
-        parts[part] = Part(work, *flops, unsaved, changes_input, ledger.collectives(part))
+        seconds = ahead.seconds, inner.seconds, max(0.0, both.seconds - inner.seconds), replay.seconds
+        work = Block(*seconds, saved, boundary, static_bytes[part])
+        flops = ahead.flops, both.flops, replay.flops
+        moved = ahead.moved_bytes, both.moved_bytes, replay.moved_bytes
+        told = ledger.collectives(part)
+        parts[part] = Part(work, *flops, *moved, unsaved, part in forward.changing, told)
     return parts.values()
 
 
@@ -214,32 +223,42 @@ def _phase(ledger: Ledger, phase: str) -> Iterator[None]:
         ledger.phase = None
 
 
+class Static(NamedTuple):
+    """Bytes that are there at any time."""
+
+    weights: float = 0
+    """Of parameters and buffers."""
+    gradients: float = 0
+    optimizer: float = 0
+
+
 _MASTER_BYTES, _MOMENTS_BYTES = 4, 8
 """Bytes of Adam's state in mixed precision: a float32 copy of a smaller parameter, and two float32 moments."""
 
 
-def static_of(stage: nn.Module, optimizer_bytes: float | None = None) -> dict[StorageWeakRef, float]:
+def static_of(stage: nn.Module, optimizer_bytes: float | None = None) -> dict[StorageWeakRef, Static]:
     """The bytes of weights, gradients and optimizer state, by the storage of the parameter or buffer.
 
     A gradient has the dtype of its parameter. A frozen parameter has no gradient and no optimizer state.
 
-    >>> sum(static_of(nn.Linear(5, 1, bias=False, dtype=torch.bfloat16)).values())
-    80
+    >>> list(static_of(nn.Linear(5, 1, bias=False, dtype=torch.bfloat16)).values())
+    [Static(weights=10, gradients=10, optimizer=60)]
 
     Args:
         optimizer_bytes: state of each trained element. Default: Adam's, 12 for one of two bytes, 8 for one of four.
     """
-    sizes: dict[StorageWeakRef, float] = {}
-    gradients: set[StorageWeakRef] = set()
+    sizes: dict[StorageWeakRef, Static] = {}
+    reduced: set[StorageWeakRef] = set()
     for tensor in (*stage.parameters(), *stage.buffers()):
         state_bytes: float = _MOMENTS_BYTES + (_MASTER_BYTES if tensor.element_size() < 4 else 0)
         if optimizer_bytes is not None:
             state_bytes = optimizer_bytes
-        added_bytes = 0.0
+        state = gradient = 0.0
         if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
-            added_bytes = _elements(tensor) * state_bytes + _gradient_bytes(tensor, gradients)
-        for storage, size in storage_of(tensor).items():
-            sizes[storage] = sizes.get(storage, size) + added_bytes  # several may be views of one storage
+            state, gradient = _elements(tensor) * state_bytes, _gradient_bytes(tensor, reduced)
+        for storage, size in storage_of(tensor).items():  # several may be views of one storage
+            there = sizes.get(storage, Static(size))
+            sizes[storage] = Static(there.weights, there.gradients + gradient, there.optimizer + state)
     return sizes
 
 

@@ -1,10 +1,11 @@
 """Operation: FLOPs and moved bytes of operator calls, counted from their shapes, by part of a stage and by phase."""
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,19 +13,20 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
+from torchckpt.costs.pace import Pace, Work
 from torchckpt.costs.private import TorchDispatchMode, fused_attention, is_view
 from torchckpt.planning.work.collective import Collective
 from torchckpt.regions.saved import storage_of
 from torchckpt.tensors import flop_formula, tensors_in
 
 __all__ = [
-    "AFTER", "AGAIN", "BEFORE", "BOTH_GRADS", "FORWARD", "INPUT_GRAD", "KERNELS", "REPLAY", "Ledger", "SecondsOf",
-    "cost_of", "kernels_of", "storages_in",
+    "AFTER", "AGAIN", "BEFORE", "BOTH_GRADS", "FORWARD", "INPUT_GRAD", "KERNELS", "REPLAY", "Done", "Ledger",
+    "kernels_of", "storages_in", "work_of",
 ]
 
 
-def cost_of(operator: Any, args: Any, kwargs: Any, outputs: Any) -> tuple[int, int, str]:
-    """The FLOPs and moved bytes of one call, and the dtype it computes with, such as ``"bfloat16"``.
+def work_of(operator: Any, args: Any, kwargs: Any, outputs: Any) -> Work:
+    """The FLOPs and moved bytes of one call, and the dtype it computes with.
 
     Torch's counter has the FLOPs of products and convolutions; other operators count none. Every tensor is read or
     written once; a view moves nothing.
@@ -37,7 +39,7 @@ def cost_of(operator: Any, args: Any, kwargs: Any, outputs: Any) -> tuple[int, i
     count = flop_formula(name)
     flops = 0 if count is None else int(count(*args, **kwargs, out_val=outputs))
     dtype = next((tensor.dtype for tensor in [*read, *written] if tensor.is_floating_point()), torch.float32)
-    return flops, moved_bytes, str(dtype).removeprefix("torch.")
+    return Work(flops, moved_bytes, str(dtype).removeprefix("torch."))
 
 
 _EVERYTHING = 1 << 62
@@ -57,8 +59,14 @@ AGAIN = "again"
 BEFORE, AFTER = -1, -2
 """Part numbers of operations outside of blocks: before the first block, and after it. Blocks count from 0."""
 
-SecondsOf: TypeAlias = Callable[[int, int, str], float]
-"""The seconds of a call, from its FLOPs, the bytes that it moves, and its dtype."""
+
+class Done(NamedTuple):
+    """What ran."""
+
+    seconds: float = 0.0
+    kernels: int = 0
+    flops: int = 0
+    moved_bytes: int = 0
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
@@ -67,37 +75,33 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
     It has to be entered inside the mode whose tensors have no memory, so that it sees an operation first.
     """
 
-    def __init__(self, seconds_of: SecondsOf) -> None:
+    def __init__(self, pace: Pace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
-        self._seconds_of = seconds_of
-        self.watched: Mapping[StorageWeakRef, float] = {}
-        """Storages of parameters and buffers, and their static bytes."""
+        self._pace = pace
+        self.watched: Collection[StorageWeakRef] = ()
+        """Storages of parameters and buffers."""
         self.gathered: set[StorageWeakRef] = set()
         self.gathered_bytes = 0
         """Storages of parameters that were gathered for a while, and the most that they took at once."""
-        self.beside: defaultdict[tuple[str, int], float] = defaultdict(float)
+        self._seconds_beside: defaultdict[tuple[str, int], float] = defaultdict(float)
         """The seconds of what runs beside the operators of each phase and part."""
         self.phase: str | None = None
         self.part = BEFORE
         self.is_keeping = False
         """Whether what runs in the forward is kept, so that no replay runs it."""
-        self.seconds: defaultdict[tuple[str, int], float] = defaultdict(float)
-        """The seconds of each phase and part."""
-        self.flops: Counter[tuple[str, int]] = Counter()
+        self._done: defaultdict[tuple[str, int], Done] = defaultdict(Done)
         self.makers: dict[StorageWeakRef, int] = {}
         """The part in which a storage was made."""
         self.users: dict[StorageWeakRef, int] = {}
         """The part that read each storage: the first one that is not before the blocks, where FSDP2 pads all shares."""
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, called: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        outputs = operator(*args, **kwargs)
+        outputs = called(*args, **kwargs)
         if self.phase is not None:
-            flops, moved_bytes, dtype = cost_of(operator, args, kwargs, outputs)
-            seconds = self._seconds_of(flops, moved_bytes, dtype)
-            for phase in self.phases:
-                self.seconds[phase, self.part] += seconds
-                self.flops[phase, self.part] += flops
+            work = work_of(called, args, kwargs, outputs)
+            seconds = self._pace.call(work, called, args, kwargs)
+            self.add(Done(seconds, int(work.moved_bytes > 0), work.flops, work.moved_bytes))
         if self.phase == FORWARD:
             self._look((args, kwargs), outputs)
         return outputs
@@ -108,10 +112,19 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
         again = [AGAIN] if self.phase == FORWARD and not self.is_keeping else []
         return again if self.phase is None else [self.phase, *again]
 
+    def add(self, done: Done) -> None:
+        """Count what runs now."""
+        for phase in self.phases:
+            self._done[phase, self.part] = Done(*map(operator.add, self._done[phase, self.part], done))
+
+    def done(self, phase: str, part: int) -> Done:
+        """What a phase does in a part; its seconds are those of the whole, with all that runs beside its operators."""
+        done = self._done[phase, part]
+        return done._replace(seconds=self._pace.part(done.seconds, done.kernels, self._seconds_beside[phase, part]))
+
     def saved(self) -> None:
         """Note that the part saved a tensor: a replay goes at least so far."""
-        self.seconds[REPLAY, self.part] = self.seconds[AGAIN, self.part]
-        self.flops[REPLAY, self.part] = self.flops[AGAIN, self.part]
+        self._done[REPLAY, self.part] = self._done[AGAIN, self.part]
 
     def use(self, storage: StorageWeakRef) -> None:
         """Note that the part reads a storage."""

@@ -14,7 +14,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchckpt.costs.mesh import Layout
-from torchckpt.costs.operation import AGAIN, BEFORE, BOTH_GRADS, FORWARD, REPLAY, Ledger, SecondsOf, storages_in
+from torchckpt.costs.operation import AGAIN, BEFORE, BOTH_GRADS, FORWARD, REPLAY, Done, Ledger, storages_in
+from torchckpt.costs.pace import Pace
 from torchckpt.costs.private.mesh import bytes_alive, collective_kind, group_of, is_partial
 from torchckpt.errors import Fault, raise_fault
 from torchckpt.planning.device import Device
@@ -23,6 +24,8 @@ from torchckpt.tensors import tensors_in
 
 __all__ = ["ParallelLedger"]
 
+_KERNELS = 4
+"""What a collective takes of a host, in kernels."""
 _NAMES = {FORWARD: "forward", BOTH_GRADS: "backward", REPLAY: "replay", "step": "step"}
 
 
@@ -34,8 +37,8 @@ class ParallelLedger(Ledger):  # type: ignore[no-untyped-call]  # untyped in tor
     collective is waited for.
     """
 
-    def __init__(self, seconds_of: SecondsOf, layout: Layout, device: Device) -> None:
-        super().__init__(seconds_of)
+    def __init__(self, pace: Pace, layout: Layout, device: Device) -> None:
+        super().__init__(pace)
         self._layout, self._device = layout, device
         self._waited: defaultdict[tuple[str, int], Counter[Collective]] = defaultdict(Counter)
         self._beside: defaultdict[tuple[str, int], Counter[Collective]] = defaultdict(Counter)
@@ -60,7 +63,7 @@ class ParallelLedger(Ledger):  # type: ignore[no-untyped-call]  # untyped in tor
         if operator is not torch.ops.aten.copy_.default or args[0].dim() != 1:
             return False
         target, source = (set(storages_in(side)) for side in args[:2])
-        return not self.watched.keys().isdisjoint(source) and self.watched.keys().isdisjoint(target)
+        return any(key in self.watched for key in source) and not any(key in self.watched for key in target)
 
     def saved(self) -> None:
         super().saved()
@@ -94,7 +97,7 @@ class ParallelLedger(Ledger):  # type: ignore[no-untyped-call]  # untyped in tor
         if self._buffers.isdisjoint(storages):
             for phase in self.phases:
                 self._waited[phase, self.part][collective] += 1
-                self.seconds[phase, self.part] += seconds
+            self.add(Done(seconds, _KERNELS))
         elif kind == "all_gather":
             self._gathers.update(dict.fromkeys(storages, (collective, seconds)))
         else:
@@ -114,7 +117,7 @@ class ParallelLedger(Ledger):  # type: ignore[no-untyped-call]  # untyped in tor
 
     def _note(self, phase: str, collective: Collective, seconds: float) -> None:
         self._beside[phase, self.part][collective] += 1
-        self.beside[phase, self.part] += seconds
+        self._seconds_beside[phase, self.part] += seconds
 
     def _copy(self, operator: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator of FSDP2, which copies before or after a collective."""

@@ -16,9 +16,10 @@ from functools import partial
 import torch
 
 from torchckpt.costs.chain import Build, Mesh, counted_chain, profiled_chain
-from torchckpt.costs.count import Counted, Part, counted
+from torchckpt.costs.count import Counted, Part, Static, counted
 from torchckpt.costs.mesh import LAYOUT, Layout
-from torchckpt.costs.operation import KERNELS, Ledger, SecondsOf
+from torchckpt.costs.operation import KERNELS, Ledger
+from torchckpt.costs.pace import Pace, pace_of
 from torchckpt.costs.profile import device_here, with_seconds
 from torchckpt.errors import Fault, called, check, raise_fault
 from torchckpt.planning.device import Device, device_named
@@ -29,7 +30,8 @@ from torchckpt.planning.work.collective import HEADS
 __all__ = ["EFFICIENCY", "PipelineCosts", "pipeline_costs"]
 
 EFFICIENCY = 0.5
-"""The default share of peak FLOPs. Large models reach 0.3 to 0.6 in training."""
+"""The share of peak FLOPs of a device that ``torchckpt.planning.rates`` does not know. Large models reach 0.3 to 0.6 in
+training."""
 _DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -45,7 +47,8 @@ class PipelineCosts:
     """The result of :func:`pipeline_costs`, for ``plan_pipeline(schedule, costs.stages, budget, costs.link)``."""
 
     device: Device
-    efficiency: float
+    efficiency: float | None
+    """The share of peak FLOPs, if one stands for all operations."""
     stages: tuple[Stage, ...]
     counted: tuple[Counted, ...]
     """The same in FLOPs and bytes, by block."""
@@ -56,9 +59,14 @@ class PipelineCosts:
     """The device whose seconds these are; empty if they are counted for ``device``."""
 
     def __str__(self) -> str:
-        rows = [("stage", "blocks", "parameters", "forward", "backward", "TFLOPs", "saved", "boundary", "static")]
+        heads = ("stage", "blocks", "parameters", "forward", "backward", "TFLOPs", "moved", "saved", "boundary")
+        gathers = any(counted.gathered_bytes for counted in self.counted)
+        rows = [(*heads, *Static._fields, *(["gathered"] if gathers else []))]
         for index, (stage, counts) in enumerate(zip(self.stages, self.counted)):
             flops = sum(part.forward_flops + part.backward_flops for part in counts.parts)
+            moved = sum(part.forward_moved_bytes + part.backward_moved_bytes for part in counts.parts)
+            boundary = sum(block.boundary_bytes for block in stage.blocks)
+            held = [*counts.static, counts.gathered_bytes][: len(rows[0]) - len(heads)]
             rows.append((
                 str(index),
                 str(len(stage.blocks)),
@@ -66,17 +74,15 @@ class PipelineCosts:
                 f"{stage.forward_seconds * 1e3:.4g} ms",
                 f"{(stage.input_grad_seconds + stage.weight_grad_seconds) * 1e3:.4g} ms",
                 f"{flops / 1e12:.4g}",
-                f"{stage.saved_bytes / 1e9:.4g} GB",
-                f"{sum(block.boundary_bytes for block in stage.blocks) / 1e9:.4g} GB",
-                f"{stage.static_bytes / 1e9:.4g} GB",
+                *(f"{size / 1e9:.4g} GB" for size in (moved, stage.saved_bytes, boundary, *held)),
             ))
-        seconds = f"seconds of this {self.profiled_on}" if self.profiled_on else f"{self.efficiency:.0%} of its peak"
+        seconds = "by kind and size of operation" if self.efficiency is None else f"{self.efficiency:.0%} of its peak"
+        seconds = f"seconds of this {self.profiled_on}" if self.profiled_on else seconds
         head = f"{self.device.name}: {seconds}, link {self.link.bandwidth / 1e9:.4g} GB/s"
         size = self.optimizer_bytes
         state = "Adam's state" if size is None else f"{size:g} bytes of state a parameter"
-        gathered = ", what is gathered at once" if any(counted.gathered_bytes for counted in self.counted) else ""
-        static = f"static: weights, their gradients, {state}{gathered}"
-        return f"{head}; of one micro-batch:\n\n{aligned(rows)}\n\n{static}{self._collectives()}"
+        gathered = "; gathered: what FSDP2 has whole at once" if gathers else ""
+        return f"{head}; of one micro-batch:\n\n{aligned(rows)}\n\noptimizer: {state}{gathered}{self._collectives()}"
 
     def _collectives(self) -> str:
         """The collectives of the first block that has most, as a table. The first of a stage may have no gradient to
@@ -91,7 +97,7 @@ def pipeline_costs(
     build: Build,
     device: str | Device,
     *,
-    efficiency: float = EFFICIENCY,
+    efficiency: float | None = None,
     dtype: str | None = None,
     optimizer_bytes: float | None = None,
     link_bytes_per_second: float | None = None,
@@ -121,7 +127,8 @@ def pipeline_costs(
             (``torchckpt.checkpoint``); without any, the children of ``nn.Sequential`` and ``nn.ModuleList`` whose
             class occurs more than once.
         device: one of ``torchckpt.planning.device.DEVICES``, or a ``Device``.
-        efficiency: the share of peak FLOPs that is reached. Default: 0.5. Memory bandwidth is taken at its peak.
+        efficiency: the share of peak FLOPs that any operation reaches, beside all of the memory's bandwidth. Default:
+            by kind and size of the operation, as ``torchckpt.planning.rates`` has it; 0.5 of a device not found there.
         dtype: torch's default while ``build`` and the stages run: ``"bf16"``, ``"fp16"``, ``"fp32"``, ``"tf32"``
             (float32, multiplied as TF32), ``"fp64"``. Default: torch's default, that is, what ``build`` makes.
         optimizer_bytes: of each trained parameter, beside itself and its gradient. Default: those of Adam, two moments
@@ -140,13 +147,9 @@ def pipeline_costs(
     """
     machine = device_named(device) if not isinstance(device, Device) else device
     check(_faults(efficiency, dtype, optimizer_bytes, link_bytes_per_second, kernels, profile))
-
-    def seconds_of(flops: int, moved_bytes: int, kind: str) -> float:
-        kind = "tf32" if dtype == "tf32" and kind == "float32" else kind
-        return machine.seconds(flops, moved_bytes, kind, efficiency)
-
     default, layout = None if dtype is None else _DTYPES[dtype], LAYOUT.get()
-    ledger, mesh = (partial(Ledger, seconds_of), None) if layout is None else _in_mesh(layout, machine, seconds_of)
+    pace = pace_of(_multiplying(machine, dtype), efficiency, EFFICIENCY)
+    ledger, mesh = (partial(Ledger, pace), None) if layout is None else _in_mesh(layout, machine, pace)
     count = partial(counted, ledger_of=ledger, optimizer_bytes=optimizer_bytes)
     chain = counted_chain(build, count, kernels, default, mesh)
     here = device_here() if profile else None
@@ -159,16 +162,24 @@ def pipeline_costs(
         raise_fault(Fault(rule, f"{len(stages)} stages without any", "torchckpt.checkpoint(block, x)"))
     bandwidth = machine.link_bytes_per_second if link_bytes_per_second is None else link_bytes_per_second
     link, profiled_on = Link(bandwidth=bandwidth), "" if here is None else here.type
-    return PipelineCosts(machine, efficiency, stages, tuple(chain), link, optimizer_bytes, profiled_on)
+    share = pace.efficiency
+    return PipelineCosts(machine, share, stages, tuple(chain), link, optimizer_bytes, profiled_on)
 
 
-def _in_mesh(layout: Layout, device: Device, seconds_of: SecondsOf) -> tuple[Callable[[], Ledger], Mesh]:
+def _multiplying(device: Device, dtype: str | None) -> Device:
+    """The device as it multiplies float32."""
+    if dtype != "tf32" or "tf32" not in device.peak_flops:
+        return device
+    return replace(device, peak_flops={**device.peak_flops, "float32": device.peak_flops["tf32"]})
+
+
+def _in_mesh(layout: Layout, device: Device, pace: Pace) -> tuple[Callable[[], Ledger], Mesh]:
     """What counts stages that their code has parallelized over the ranks of ``layout``, and what it is counted in."""
     from torchckpt.costs.parallel import ParallelLedger
     from torchckpt.costs.private.mesh import without_values
 
     node_devices = 1 if device.network is None else device.network.node_devices
-    return partial(ParallelLedger, seconds_of, layout, device), partial(without_values, node_devices)
+    return partial(ParallelLedger, pace, layout, device), partial(without_values, node_devices)
 
 
 def _stage(index: int, counted: Counted) -> Stage:
@@ -205,7 +216,7 @@ def _faults(
     efficiency: object, dtype: object, optimizer_bytes: object, bandwidth: object, kernels: object, profile: object
 ) -> list[Fault]:
     faults = []
-    if not (is_number(efficiency) and 0 < efficiency <= 1):
+    if efficiency is not None and not (is_number(efficiency) and 0 < efficiency <= 1):
         rule = "efficiency is not a share of the peak, above 0 and at most 1"
         faults.append(Fault(rule, f"efficiency={efficiency!r}", "efficiency=0.5"))
     if dtype is not None and dtype not in _DTYPES:

@@ -9,7 +9,7 @@ No torch is imported, and no model is made: parameters, FLOPs, bytes and collect
     layer                the seconds of one layer; the bytes that it keeps
     layout               how a job is split, its schedule, and what its software keeps
     presets              public models by name
-    model, rates         sizes of a transformer; what devices reach of their peaks
+    model                sizes of a transformer
     fields               what is wrong with the values of a description
 """
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torchckpt.jobs.memory import RankMemory, memory_of
 from torchckpt.jobs.model import Model
 from torchckpt.jobs.plan import JobPlan, plan_job
 from torchckpt.jobs.presets import MODELS, model_named
-from torchckpt.jobs.rates import MACHINES, Machine, Rates, machine_named
 from torchckpt.jobs.search import SearchResult, search_layouts
+from torchckpt.planning.rates import MACHINES, Machine, Rates, machine_named
 
 __all__ = [
     "MACHINES", "MODELS", "Job", "JobPlan", "Layout", "Machine", "Model", "RankMemory", "Rates", "SearchResult",

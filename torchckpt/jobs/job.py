@@ -9,9 +9,9 @@ from functools import cached_property
 from torchckpt.jobs.layer import Head, LayerWork
 from torchckpt.jobs.layout import Layout, schedule_of
 from torchckpt.jobs.model import Model
-from torchckpt.jobs.rates import Machine
 from torchckpt.planning.order.schedule import Schedule, Visit
 from torchckpt.planning.order.schedules import SPLIT
+from torchckpt.planning.rates import Machine
 from torchckpt.planning.step.simulated import Step
 from torchckpt.planning.work.block import NOTHING, Block, Link, Stage, fixed
 from torchckpt.planning.work.choice import Choice, Choices
@@ -126,22 +126,18 @@ class Job:
         """A layer whose weights FSDP2 gathers meanwhile, and whose gradients it reduces."""
         block = self.work[dense].block
         backward, told = block.input_grad_seconds + block.weight_grad_seconds, self._shared_seconds(dense, "backward")
-        longer = self._beside(backward, told)
+        longer = self.machine.overlapped(backward, told)
         return replace(
             block,
-            forward_seconds=self._beside(block.forward_seconds, self._shared_seconds(dense, "forward")),
+            forward_seconds=self.machine.overlapped(block.forward_seconds, self._shared_seconds(dense, "forward")),
             input_grad_seconds=longer - block.weight_grad_seconds,
-            recompute_seconds=self._beside(backward + block.recompute_seconds, told) - longer,
+            recompute_seconds=self.machine.overlapped(backward + block.recompute_seconds, told) - longer,
         )
 
     def _shared_seconds(self, dense: bool, phase: str) -> float:
         """Seconds in a phase of what FSDP2 gathers and reduces of a layer."""
         layer = 0 if dense else self.model.dense_layers
         return self._told(self._shared_weights(*self.held_parameters(layer)), phase)
-
-    def _beside(self, compute: float, communication: float) -> float:
-        """Seconds of both side by side."""
-        return max(compute, communication) + self.machine.rates.unhidden * min(compute, communication)
 
     def _shared_weights(self, dense: float, routed: float = 0.0) -> tuple[Collective, ...]:
         """How FSDP2 gathers the weights of so many parameters, those of experts apart, and again in the backward if it

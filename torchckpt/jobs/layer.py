@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torchckpt.jobs.layout import Layout
 from torchckpt.jobs.model import Model
-from torchckpt.jobs.rates import Machine, Product
+from torchckpt.planning.rates import Machine, Product
 from torchckpt.planning.work.block import Block, fixed
 from torchckpt.planning.work.collective import Collective
 
@@ -146,11 +146,11 @@ class LayerWork:
         )
 
     @cached_property
-    def host(self) -> float:
-        """Seconds that a host needs to start the kernels of a forward; a collective counts as four."""
+    def started(self) -> float:
+        """The kernels of a forward that a host starts, of eager mode; a collective counts as four."""
         software = self.layout.software
         kernels = 4 + self.kernels + (6 if software.attention == "unfused" else 2) + (8 if self.layout.tp > 1 else 0)
-        return self.machine.rates.host_seconds * (0.3 if software.kernels == "compiled" else 1) * kernels
+        return (0.3 if software.kernels == "compiled" else 1) * kernels
 
     @cached_property
     def saved(self) -> Saved:
@@ -170,9 +170,9 @@ class LayerWork:
         weight_grad = sum(machine.product(product.weight_grad) for product in self.products)
         attended, attended_back = self.attention
         told, told_back = self._seconds(*self._forward), self._seconds(*self._backward)
-        whole = _beside_host(forward + attended + self.elementwise + told, self.host)
+        whole = machine.beside_host(forward + attended + self.elementwise + told, self.started)
         backward = input_grad + attended_back + 2 * self.elementwise + told_back + weight_grad
-        input_grad, again = _beside_host(backward, 1.5 * self.host) - weight_grad, self._replay(whole)
+        input_grad, again = machine.beside_host(backward, 1.5 * self.started) - weight_grad, self._replay(whole)
         if self.layout.recompute in ("none", "selective"):
             input_grad, again = input_grad + again, whole
         return Block(whole, input_grad, weight_grad, again, self.saved.kept, self.saved.boundary)
@@ -202,12 +202,6 @@ class LayerWork:
         return sum(product.flops for product in self.products) + (
             scores * layout.context * self.model.query_width / layout.tp
         )
-
-
-def _beside_host(device: float, host: float) -> float:
-    """Seconds of kernels that a host starts: those of the slower of both, and a quarter more where they are equal, as
-    one kernel waits for the host and the next for the device."""
-    return float((device**3 + host**3) ** (1 / 3))
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from torchckpt.errors import ArgumentError, BudgetInfeasible, Fault, called, che
 from torchckpt.jobs.job import Job
 from torchckpt.jobs.layout import Layout
 from torchckpt.jobs.memory import RankMemory, memory_of
-from torchckpt.jobs.rates import Machine
 from torchckpt.planning.budget import Budget, enough, read, trouble, whole
+from torchckpt.planning.device import BUFFERS, MARGIN
 from torchckpt.planning.draw.canvas import STYLE, Axis, Canvas
 from torchckpt.planning.draw.units import aligned, percent
 from torchckpt.planning.plan.away import bound_seconds
@@ -22,17 +22,14 @@ from torchckpt.planning.plan.pipeline import planned
 from torchckpt.planning.plan.problem import Problem, problem_of
 from torchckpt.planning.plan.result import PipelinePlan
 from torchckpt.planning.plan.search.bound import busiest_seconds
+from torchckpt.planning.rates import Machine
 from torchckpt.planning.step.simulated import Step
 from torchckpt.planning.work.choice import Choice
 from torchckpt.planning.work.collective import HEADS
 from torchckpt.planning.work.host import Host
 
-__all__ = ["BUFFERS", "MARGIN", "JobPlan", "drawn", "plan_job"]
+__all__ = ["JobPlan", "drawn", "plan_job"]
 
-BUFFERS = 1.5 * 2**30
-"""The context of a device and the buffers of collectives: 1 to 2 GiB beside an allocator's figures."""
-MARGIN = 0.05
-"""The share of a device that is left to the allocator: reserved memory is more than what tensors take."""
 _GB = 1e9
 _ROOMY = 1e18
 """Bytes in which everything is kept, as a host may hold everything."""

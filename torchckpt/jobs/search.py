@@ -19,9 +19,9 @@ from torchckpt.jobs.job import Job
 from torchckpt.jobs.layout import SOFTWARE, Layout
 from torchckpt.jobs.model import Model
 from torchckpt.jobs.plan import JobPlan, asked, fits, fitting, least_planned, rooms, under
-from torchckpt.jobs.rates import Machine
 from torchckpt.planning.budget import Budget
 from torchckpt.planning.draw.units import aligned, percent
+from torchckpt.planning.rates import Machine
 from torchckpt.planning.work.host import Host
 
 __all__ = ["SearchResult", "search_layouts"]

@@ -8,6 +8,7 @@ say what becomes of each block; a :class:`Step` is the three together, and a *ti
     work              blocks, links, choices
     draw, figures     pictures; a step as data
     order             who does what, in which order
+    rates             what devices reach of their peaks
     budget, device    budgets and sizes as users write them; data sheets
 
 >>> plain = one_f_one_b(4, 16)

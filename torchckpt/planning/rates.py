@@ -66,10 +66,10 @@ class Product(NamedTuple):
         return 2.0 * self.rows * self.columns * self.inner * self.many
 
     @property
-    def moved(self) -> float:
-        """Bytes in half precision."""
+    def elements(self) -> float:
+        """Those of both factors and of the product."""
         rows, columns, inner, many = self
-        return 2.0 * many * (rows * inner + inner * columns + rows * columns)
+        return many * (rows * inner + inner * columns + rows * columns)
 
     @property
     def input_grad(self) -> Product:
@@ -82,6 +82,7 @@ class Product(NamedTuple):
 
 _TILES = ((256, 128, 1.0), (128, 128, 0.95), (64, 128, 0.8), (64, 64, 0.65))
 """The tiles of a product, and their rate: smaller ones read more."""
+_HALF, _BYTES = "bfloat16", {"bfloat16": 2, "float16": 2, "tf32": 4, "float32": 4, "float64": 8}
 _FP8 = 1.6
 """The rate of products in fp8, with the casts before them, relative to bf16."""
 
@@ -100,7 +101,7 @@ class Machine:
     rates: Rates
     fp8: bool = False
 
-    def product(self, work: Product) -> float:
+    def product(self, work: Product, dtype: str = _HALF) -> float:
         """Seconds of a product: whole tiles, in whole waves over the multiprocessors."""
         rows, columns, inner, many = work
         units = self.rates.units
@@ -109,9 +110,14 @@ class Machine:
             rate * _filled(down * across * many / units, ceil(ceil(down) * ceil(across) * many / units))
             for rate, down, across in tiles
         )
-        reached = self.peak * self.rates.product * whole * inner / (inner + self.rates.inner)
-        seconds = max(work.flops / (reached * (_FP8 if self.fp8 else 1)), self.stream(work.moved))
+        reached = self._peak(dtype) * self.rates.product * whole * inner / (inner + self.rates.inner)
+        seconds = max(work.flops / (reached * (_FP8 if self.fp8 else 1)), self.stream(_BYTES[dtype] * work.elements))
         return seconds + self.rates.kernel_seconds
+
+    def operation(self, flops: float, moved_bytes: float, dtype: str) -> float:
+        """Seconds of an operation of no known kind: a convolution, or what is bound by memory."""
+        computed = flops / (self._peak(dtype) * self.rates.product)
+        return max(computed, self.stream(moved_bytes)) + self.rates.kernel_seconds
 
     @property
     def network(self) -> Network:
@@ -127,16 +133,28 @@ class Machine:
             raise_fault(Fault(rule, f"device={self.device.name!r}, with {', '.join(self.device.peak_flops)}", works))
         return self.device.peak_flops["bfloat16"]
 
+    def _peak(self, dtype: str) -> float:
+        return self.peak if dtype == _HALF else self.device.peak_flops.get(dtype, self.device.peak_flops["float32"])
+
     def stream(self, moved_bytes: float) -> float:
         """Seconds of a memory-bound operation."""
         return moved_bytes / (self.device.bytes_per_second * self.rates.memory)
 
-    def attention(self, flops: float, kernel: str, sequence: int) -> tuple[float, float]:
+    def attention(self, flops: float, kernel: str, sequence: int, dtype: str = _HALF) -> tuple[float, float]:
         """Seconds of a forward of so many FLOPs, and of its backward: five products in place of two, as it makes the
         scores again."""
         forward, backward = self.rates.attention[kernel]
-        reached = self.peak * sequence / (sequence + _HALF_LENGTH)
+        reached = self._peak(dtype) * sequence / (sequence + _HALF_LENGTH)
         return flops / (reached * forward), 2.5 * flops / (reached * backward)
+
+    def beside_host(self, seconds: float, kernels: float) -> float:
+        """Seconds of kernels that a host starts: those of the slower of both, and a quarter more where they are equal,
+        as one kernel waits for the host and the next for the device."""
+        return float((seconds**3 + (self.rates.host_seconds * kernels) ** 3) ** (1 / 3))
+
+    def overlapped(self, compute: float, communication: float) -> float:
+        """Seconds of both side by side."""
+        return max(compute, communication) + self.rates.unhidden * min(compute, communication)
 
     def collective(self, each: Collective, stride: int = 1) -> float:
         """Seconds of a collective, as often as it occurs, over ranks that lie ``stride`` apart."""
