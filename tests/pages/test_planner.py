@@ -149,6 +149,19 @@ def test_a_search_says_how_far_it_is_and_lists_layouts(page):
     assert page.locator("#tables table").first.locator("tbody tr").count() > 3
 
 
+def test_a_search_that_is_stopped_has_what_it_found(page):
+    page.select_option("#model", "llama3-70b")
+    page.fill("#gpus", "64")
+    page.fill("#global-batch", "256")
+    page.click("#search")
+    page.wait_for_function("/^search: [2-9]..\\s/.test(document.querySelector('#progress').textContent)", timeout=MOST_MS)
+    page.click("#stop")
+    assert page.text_content("#progress") == "Stopping."
+    page.wait_for_selector(ANSWERED, timeout=MOST_MS)
+    assert page.text_content("#tables caption").endswith("; stopped")
+    assert page.locator("#tables table").first.locator("tbody tr").count() > 0
+
+
 def test_without_npm_there_is_no_pyodide(tmp_path, monkeypatch):
     monkeypatch.setattr(planner, "CACHE", tmp_path)
     monkeypatch.setattr(planner.shutil, "which", lambda name: None)

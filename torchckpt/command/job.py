@@ -4,6 +4,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import time
 from dataclasses import fields, replace
 
 from torchckpt.command.shared import Unusable, count, given, line, say, say_json, size, write
@@ -138,12 +139,12 @@ def _in_options(text: str) -> str:
 
 
 class _Progress:
-    """Says on standard error how far a search is, each tenth."""
+    """Says on standard error how far a search is, each second."""
 
     def __init__(self) -> None:
-        self._said = -1
+        self._next = time.monotonic()
 
     def __call__(self, done: int, of: int) -> None:
-        if (tenth := 10 * done // of) > self._said:
-            self._said = tenth
+        if (now := time.monotonic()) >= self._next:
+            self._next = now + 1
             print(f"search: {done} of at most {of} layouts", file=sys.stderr, flush=True)

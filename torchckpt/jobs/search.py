@@ -137,8 +137,9 @@ def search_layouts(
     try:
         waiting = _bounded(model, machine, Space(model, base, machine.network.node_devices, fixed), memory, result)
         kept = [] if "recompute" in fixed else [each for each in waiting if each[2].layout.recompute == "none"]
-        _simulate(waiting, memory, host, result, progress or (lambda done, of: None))
-        _plan_best(kept, memory, host, result)
+        count, say = len(waiting), progress or (lambda done, of: None)
+        _simulate(waiting, memory, host, result, lambda done: say(done, count + len(kept)))
+        _plan_best(kept, memory, host, result, lambda done: say(count + done, count + len(kept)))
         result.is_whole = True
     except KeyboardInterrupt:
         pass
@@ -199,7 +200,7 @@ def _simulate(
     memory: float,
     host: Host | None,
     result: SearchResult,
-    progress: Callable[[int, int], None],
+    progress: Callable[[int], None],
 ) -> None:
     count = len(waiting)
     while waiting:
@@ -207,7 +208,7 @@ def _simulate(
         if len(result.best) == _BEST and least > result.best[-1].step_seconds:
             result.pruned = len(waiting) + 1
             break
-        progress(count - len(waiting), count)
+        progress(count - len(waiting))
         result.simulated += 1
         try:
             plan = fitting(job, memory, host)
@@ -221,7 +222,11 @@ def _simulate(
 
 
 def _plan_best(
-    jobs: list[tuple[float, int, Job]], memory: float, host: Host | None, result: SearchResult
+    jobs: list[tuple[float, int, Job]],
+    memory: float,
+    host: Host | None,
+    result: SearchResult,
+    progress: Callable[[int], None],
 ) -> None:
     """Plan the layouts that may be the best, those that keep everything with the seconds of that: from the lowest bound
     on, which is a dearer one each time, until none is below the best step. Beside a host, the best that recompute."""
@@ -231,8 +236,9 @@ def _plan_best(
         chosen = [plan.job for plan in result.best[: _BESIDE_HOST * bool(jobs)] if plan.recomputed_share]
         waiting = [(0.0, place, 2, under(job, "planned")) for place, job in enumerate(chosen)]
     heapq.heapify(waiting)
-    left = _WORK
+    left, count = _WORK, len(waiting)
     while waiting and left > 0:
+        progress(count - len(waiting))
         least, place, passed, job = heapq.heappop(waiting)
         if math.isinf(least) or (result.best and least >= result.best[0].step_seconds * (1 - _ROUNDING)):
             break

@@ -19,6 +19,7 @@ const PARTS = ["weights", "gradients", "optimizer", "gathered", "activations", "
 
 let worker;
 let isReady = false;
+let running = ""; // of a search
 
 function make(tag, properties = {}, children = []) {
   const element = Object.assign(document.createElement(tag), properties);
@@ -57,7 +58,8 @@ function ask(search) {
   history.replaceState(null, "", `#${new URLSearchParams({ ...given, ...(search ? { search: "1" } : {}) })}`);
   busy(true);
   $("progress").textContent = search ? "Searching." : "Planning.";
-  worker.postMessage({ arguments: search ? [...words, "--search"] : words, search });
+  running = search ? URL.createObjectURL(new Blob(["search"])) : "";
+  worker.postMessage({ arguments: search ? [...words, "--search"] : words, search, running });
 }
 
 function busy(is) {
@@ -110,8 +112,9 @@ const COLUMNS = {
 
 function found(search) {
   const rows = search.best.map((plan, place) => [String(place + 1), ...Object.values(COLUMNS).map((of) => String(of(plan)))]);
+  const ended = search.whole ? "" : "; stopped";
   const reasons = Object.entries(search.reasons).map(([reason, count]) => `${reason}: ${count}`).join("; ");
-  const caption = `${search.layouts} layouts: ${search.simulated} simulated, ${search.pruned} pruned by their bound; ${reasons}`;
+  const caption = `${search.layouts} layouts: ${search.simulated} simulated, ${search.pruned} pruned by their bound; ${reasons}${ended}`;
   return table(caption, ["", ...Object.keys(COLUMNS)], rows);
 }
 
@@ -154,6 +157,19 @@ function start() {
 
 $("form").addEventListener("submit", (event) => { event.preventDefault(); ask(false); });
 $("search").addEventListener("click", () => ask(true));
-$("stop").addEventListener("click", () => { worker.terminate(); location.hash = ""; start(); $("progress").textContent = "Stopped."; });
+function stop() {
+  if (running) { // a search ends with what it has; a second click ends it at once
+    URL.revokeObjectURL(running);
+    running = "";
+    $("progress").textContent = "Stopping.";
+    return;
+  }
+  worker.terminate();
+  location.hash = "";
+  start();
+  $("progress").textContent = "Stopped.";
+}
+
+$("stop").addEventListener("click", stop);
 drawFields(await (await fetch(new URL("./choices.json", import.meta.url))).json());
 start();

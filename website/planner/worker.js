@@ -9,6 +9,8 @@ class Progress(io.StringIO):
     def write(self, text):
         if text.startswith("search:"):
             say(text.strip())
+            if is_stopped():
+                raise KeyboardInterrupt
         return super().write(text)
 
 def run(arguments):
@@ -32,6 +34,19 @@ def answered(arguments):
     return json.dumps(answer(arguments))
 `;
 
+let running = ""; // an address that is there while nobody wants a search to end: a busy worker hears no message
+
+function isStopped() {
+  const request = new XMLHttpRequest();
+  request.open("GET", running, false);
+  try {
+    request.send();
+  } catch {
+    return true;
+  }
+  return false;
+}
+
 const say = (text) => postMessage({ progress: text });
 
 async function started() {
@@ -44,6 +59,7 @@ async function started() {
   python.unpackArchive(await read(files.wheel), "wheel");
   python.FS.writeFile("typing_extensions.py", new Uint8Array(await read("typing_extensions.py")));
   python.globals.set("say", say);
+  python.globals.set("is_stopped", isStopped);
   python.runPython(PROGRAM);
   postMessage({ ready: files });
   return python.globals.get("answered");
@@ -54,6 +70,7 @@ const starting = started().catch((error) => postMessage({ failed: String(error) 
 onmessage = async ({ data }) => {
   const answered = await starting;
   const begin = performance.now();
+  running = data.running;
   try {
     const answer = JSON.parse(answered(data.arguments));
     postMessage({ answer, request: data, seconds: (performance.now() - begin) / 1000 });
