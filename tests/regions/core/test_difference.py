@@ -455,6 +455,16 @@ def test_torchs_context_sets_it_for_modules_and_pipes_and_overrides_the_argument
     assert f"for Exp{HINT}\n" in text
 
 
+@pytest.mark.parametrize("budget", [{}, {"budget": "50%"}], ids=["", "budget"])
+def test_layers_note_the_line_of_the_forward_with_debug(budget):
+    model = nn.Sequential(nn.Linear(4, 4), Sometime())
+    for options, module, end in ({}, "Sometime", HINT), ({"debug": True}, "1", f" at {line_of('sometime')}"):
+        with checkpoint_layers(model, Sometime, **budget, **options):
+            text = told(model)
+        assert f", in {module}\n  forward saved: float32 (3, 4) on cpu, for Exp{end}\n" in text
+        assert f"  replay saved:  float32 (1, 4) on cpu, for Cosh at {line_of('sometime')}\n" in text
+
+
 # the replay that differs is the one that is described -----------------------------------------------------------------
 
 
