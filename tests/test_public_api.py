@@ -142,7 +142,7 @@ SIGNATURES = {
     "checkpoint_layers": (
         "(model: 'nn.Module', layers: 'Selector | Sequence[Selector] | Set[Selector] | None' = None, *, "
         "every: 'int' = 1, budget: 'Budget | None' = None, device_memory: 'Budget | None' = None, "
-        f"host: 'Budget | None' = None, {OPTIONS}early_stop: 'bool' = True) -> 'PlannedLayers'"
+        f"host: 'Budget | None' = None, {OPTIONS}debug: 'bool' = False, early_stop: 'bool' = True) -> 'PlannedLayers'"
     ),
     "Checkpointing": (
         f"(function: 'Function', *args: 'Any', {OPTIONS}early_stop: 'bool' = True, **kwargs: 'Any') -> 'None'"

@@ -80,6 +80,7 @@ def checkpoint_layers(
     generators: Sequence[torch.Generator] = (),
     determinism_check: DeterminismCheck = "default",
     context_fn: ContextFunction | None = None,
+    debug: bool = False,
     early_stop: bool = True,
 ) -> PlannedLayers:
     """From now on, run every call of the chosen layers of ``model`` as a region: :func:`checkpoint_module` for each.
@@ -116,7 +117,7 @@ def checkpoint_layers(
             before a step is taken off. For devices that count what is allocated.
         host: with a budget: bytes in the memory of the host that calls may be sent to and come back from, if that takes
             less time than recomputing them. When the second step begins, it is measured how fast. Default: none.
-        preserve_rng_state, generators, determinism_check, context_fn, early_stop: as in :func:`checkpoint`.
+        preserve_rng_state, generators, determinism_check, context_fn, debug, early_stop: as in :func:`checkpoint`.
 
     Returns:
         A handle with ``names`` and ``remove()``; as a context manager it removes at its end. With a budget also
@@ -128,7 +129,7 @@ def checkpoint_layers(
         BudgetInfeasible: when the second step begins: the budget is below what a step takes that recomputes every
             call. It says how much is enough. Of steps that begin alike and of which one fits: at a later call.
     """
-    options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
+    options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop, debug)
     if budget is None and device_memory is None and host is None and layers is not None:
         return PlannedLayers(*wrap_layers(model, layers, every, options))
     faults = list(_budget_faults(model, every, budget, device_memory, host))

@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MethodType
 from typing import NamedTuple
 
 import torch.utils.checkpoint
@@ -17,8 +17,10 @@ from torchckpt.tensors import nodes_behind
 
 __all__ = ["REGION", "Place", "holders_behind", "operation_of", "place_of", "shown_line"]
 
-_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
-_REGIONS = f"{_LIBRARIES[1]}regions{os.sep}", torch.utils.checkpoint.__file__
+_TORCH, _PACKAGE = (f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+_LIBRARIES = _TORCH, _PACKAGE, "<eval_with_key>"
+"""What is no code of the user. The last is what torch.fx generates, such as a graph of Dynamo."""
+_REGIONS = f"{_PACKAGE}regions{os.sep}", torch.utils.checkpoint.__file__
 """The code that saves the inputs of regions, which have no node yet."""
 _CALL = nn.Module.__call__.__code__
 _APPLY = getattr(torch.autograd.Function.apply, "__code__", None)
@@ -48,8 +50,13 @@ class Place(NamedTuple):
         return REGION if self.node < 0 else ""
 
 
-def place_of(caller: FrameType | None) -> Place:
-    """The place of a tensor that is saved by the code of ``caller``."""
+def place_of(caller: FrameType | None, region: object = None) -> Place:
+    """The place of a tensor that is saved by the code of ``caller``, in the replay of ``region``, a function.
+
+    If that is a method of a module, the call of the module is outside of the replay.
+    """
+    holder = region.__self__ if isinstance(region, MethodType) else None
+    own = getattr(region, "__code__", None) if isinstance(holder, nn.Module) else None
     if caller is not None and caller.f_code is _APPLY:
         caller = caller.f_back
     is_input = caller is not None and caller.f_code.co_filename.startswith(_REGIONS)
@@ -58,7 +65,9 @@ def place_of(caller: FrameType | None) -> Place:
         code = frame.f_code
         if code is _CALL:
             modules.append(frame.f_locals["self"])
-        elif not code.co_filename.startswith(_LIBRARIES):
+        elif code is own:
+            modules.append(holder)
+        if not code.co_filename.startswith(_LIBRARIES):
             lines.append((code.co_filename, frame.f_lineno or 0))
         elif code.co_filename == _FUNCTIONAL and not lines:
             functions.append(code.co_name)

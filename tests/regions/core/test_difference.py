@@ -19,7 +19,15 @@ from torch.utils.checkpoint import set_checkpoint_debug_enabled
 
 from tests.helpers import leaf
 from tests.settings import without_collector
-from torchckpt import Checkpointing, Pipe, RecomputationError, checkpoint, checkpoint_module, is_recomputing
+from torchckpt import (
+    Checkpointing,
+    Pipe,
+    RecomputationError,
+    checkpoint,
+    checkpoint_layers,
+    checkpoint_module,
+    is_recomputing,
+)
 from torchckpt.regions.core import frame, slots
 
 HERE = Path(__file__).relative_to(Path.cwd())
@@ -330,6 +338,9 @@ CASES = [
 ]
 
 
+HINT = "; torch.utils.checkpoint.set_checkpoint_debug_enabled(True) shows its line"
+
+
 class Model(nn.Module):
     """Its second block is a region."""
 
@@ -385,9 +396,9 @@ def test_the_error_names_both_operations_and_their_lines_in_five_lines(case):
 def test_without_debug_all_but_the_line_of_the_forward_is_known(case):
     _, forward, replay, *_ = message_of(case)
     operation, _ = case.forward
-    hint = "; torch.utils.checkpoint.set_checkpoint_debug_enabled(True) shows its line"
-    if operation and operation != "checkpoint":
-        assert re.fullmatch(rf"  forward saved: .*, for {operation}{re.escape(hint)}", forward)
+    if operation:
+        known = f", for {operation}" if operation != "checkpoint" else ""
+        assert re.fullmatch(rf"  forward saved: .*{known}{re.escape(HINT)}", forward)
     assert made(case.replay).fullmatch(replay.removeprefix("  replay saved:  "))
 
 
@@ -411,9 +422,13 @@ def torchs_debug_of(enabled, call) -> str:
     return str(caught.value)
 
 
+def told(call) -> str:
+    return torchs_debug_of(None, lambda: call(leaf(3, 4)).sum().backward())
+
+
 def test_a_replay_that_no_backward_has_started_knows_the_forwards_operation_with_debug_alone():
     operation = "forward saved: float32 (4,) on cpu, for Exp"
-    assert "forward saved: float32 (4,) on cpu\n" in torchs_debug_of(False, lambda: prefetched(fewer, leaf(4)))
+    assert f"forward saved: float32 (4,) on cpu{HINT}\n" in torchs_debug_of(False, lambda: prefetched(fewer, leaf(4)))
     text = torchs_debug_of(True, lambda: prefetched(fewer, leaf(4)))
     assert f"{operation} at {line_of('fewer')}\n" in text
 
@@ -437,7 +452,77 @@ def test_torchs_context_sets_it_for_modules_and_pipes_and_overrides_the_argument
         assert all(place in text for place in places)
     assert ", in 1\n" in text
     text = torchs_debug_of(False, lambda: checkpoint(Sometime(), leaf(4), debug=True).sum().backward())
-    assert "for Exp; torch.utils.checkpoint.set_checkpoint_debug_enabled(True)" in text
+    assert f"for Exp{HINT}\n" in text
+
+
+@pytest.mark.parametrize("budget", [{}, {"budget": "50%"}], ids=["", "budget"])
+def test_layers_note_the_line_of_the_forward_with_debug(budget):
+    model = nn.Sequential(nn.Linear(4, 4), Sometime())
+    for options, module, end in ({}, "Sometime", HINT), ({"debug": True}, "1", f" at {line_of('sometime')}"):
+        with checkpoint_layers(model, Sometime, **budget, **options):
+            text = told(model)
+        assert f", in {module}\n  forward saved: float32 (3, 4) on cpu, for Exp{end}\n" in text
+        assert f"  replay saved:  float32 (1, 4) on cpu, for Cosh at {line_of('sometime')}\n" in text
+
+
+# the replay that differs is the one that is described -----------------------------------------------------------------
+
+
+class Counts(nn.Module):
+    """One of its calls differs. The next would not."""
+
+    def __init__(self, different: int = 2) -> None:
+        super().__init__()
+        self.calls, self.different = 0, different
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == self.different:
+            x = x[:1].cosh()  # counts
+        return x.exp()
+
+
+def in_pipe(**options):
+    return lambda part: Pipe(nn.Sequential(nn.Linear(4, 4), part), chunks=1, checkpoint="always", **options)
+
+
+def in_layers(part):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Identity(), part))
+    checkpoint_layers(model, "1")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("made_of", "module"),
+    [
+        (lambda part: lambda x: checkpoint(part, x), "Counts"),
+        (lambda part: lambda x: checkpoint(nn.Sequential(nn.Identity(), part), x), "1"),
+        (lambda part: lambda x: checkpoint(part.forward, x), "Counts"),
+        (in_layers, "1"),
+        (in_pipe(balance=[2]), "Counts"),
+        (in_pipe(balance=[1, 1]), "Counts"),
+    ],
+    ids=["checkpoint", "inside of a module", "method", "inside of a layer", "Pipe", "Pipe of two stages"],
+)
+def test_what_differs_once_is_told_of_the_call_in_which_it_did(made_of, module):
+    part = Counts()
+    text = told(made_of(part))
+    assert f", in {module}\n  forward saved: float32 (3, 4) on cpu, for Exp{HINT}\n" in text
+    assert f"\n  replay saved:  float32 (1, 4) on cpu, for Cosh at {line_of('counts')}\n" in text
+    assert part.calls == 2  # nothing is run for the error
+
+
+@pytest.mark.parametrize(("different", "operation", "mark"), [(2, "Cos", "around"), (3, "Cosh", "counts")])
+def test_of_nested_regions_the_one_that_differs_is_told_of(different, operation, mark):
+    """The second call of the inner one is in the replay of the outer one, the third is its own replay."""
+    part = Counts(different)
+
+    def around(x):
+        return checkpoint(part, x.tanh()).cos()  # around
+
+    text = told(lambda x: checkpoint(around, x))
+    assert f"  replay saved:  float32 (1, 4) on cpu, for {operation} at {line_of(mark)}\n" in text
+    assert part.calls == different
 
 
 def test_an_operation_whose_result_is_dropped_is_known_by_its_line():
@@ -457,6 +542,18 @@ def test_two_different_tensors_of_one_line_are_told_apart_by_their_operations():
     text = torchs_debug_of(True, lambda: checkpoint(function, leaf(4)).sum().backward())
     assert "tensor 4 of 5\n" in text
     assert text.count(f"for Cos at {line_of('five')}\n") == 2
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")  # of Dynamo's own
+def test_of_compiled_code_the_line_is_the_users():
+    layer = torch.compile(nn.Linear(4, 4), backend="eager")
+
+    def function(x):
+        return layer(x[:1] if is_recomputing() else x).sin()  # compiled
+
+    text = torchs_debug_of(True, lambda: checkpoint(function, leaf(3, 4)).sum().backward())
+    assert text.count(f", for Addmm at {line_of('compiled')}\n") == 2
 
 
 # nothing else changes -------------------------------------------------------------------------------------------------

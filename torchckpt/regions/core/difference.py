@@ -66,11 +66,12 @@ def differs(function: Function, slots: Sequence[Slot], number: int, difference: 
         kinds = f"{kinds} operation".replace("version", "values")
     places = [place for place in (then, now) if place is not None]
     module = next((f", in {place.module}" for place in places if place.module), "")
+    saved = _NOTHING if slot is None else f"{describe(slot)}{_made(operation, then)}{_NO_LINE * (then is None)}"
     runs = " ".join([operation, difference.operation, difference.before, *(place.function for place in places)])
     return RecomputationError(
         f"the replay of region {name_of(function)} did not save what its forward saved: "
         f"tensor {number + 1} of {len(slots)}{module}\n"
-        f"  forward saved: {_NOTHING if slot is None else describe(slot) + _made(operation, then)}\n"
+        f"  forward saved: {saved}\n"
         f"  replay saved:  {difference.replay}{_made(difference.operation, now)}\n{_advice(kinds, runs)}"
     )
 
@@ -83,7 +84,7 @@ def _operation_of(slot: Slot) -> str:
 def _made(operation: str, place: Place | None) -> str:
     """Which operation saved a tensor, and where, for the end of a line."""
     function = f" ({place.function})" if place is not None and place.function else ""
-    line = f" at {shown_line(place.file, place.line)}" if place is not None else _NO_LINE if operation else ""
+    line = f" at {shown_line(place.file, place.line)}" if place is not None else ""
     return f", for {operation}{function}{line}" if operation else line and f",{line}"
 
 

@@ -227,7 +227,7 @@ class Frame:
                     if compiles and not self._values:
                         raise compiled_anew(call.function)
                     if not slots[place].accepts(tensor, self._by_values or compiles):
-                        different.append(Difference(slots[place], tensor, place_of(sys._getframe(1))))
+                        different.append(Difference(slots[place], tensor, place_of(sys._getframe(1), call.function)))
                         return saved
                 fresh.append((saved, saved._version))
                 if place + 1 < total or not stops or goes_on(tensor, sys._getframe(1), call.function):
@@ -236,7 +236,7 @@ class Frame:
                     self.tail()
                     return saved
             elif checked and not stops:
-                different.append(Difference(None, tensor, place_of(sys._getframe(1))))
+                different.append(Difference(None, tensor, place_of(sys._getframe(1), call.function)))
                 return tensor.detach()
             raise Stop
 
