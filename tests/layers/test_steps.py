@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import sys
 import weakref
 from collections import Counter
@@ -487,7 +488,7 @@ def test_what_is_shown(model, x, tmp_path):
     with torchckpt.checkpoint_layers(model, "layers.*", budget="70%") as handle:
         with pytest.raises(torchckpt.CheckpointError, match="there is no plan"):
             handle.report()
-        for _ in range(3):
+        for _ in range(4):
             gradients(model, x)
         table = str(handle.report())
         assert [name for name in handle.names if f"\n{name} " not in table] == []
@@ -496,8 +497,9 @@ def test_what_is_shown(model, x, tmp_path):
         assert len(handle.plan.timeline.events) == 12 + 6 - len(handle.plan.kept)
         text = handle.draw(tmp_path / "plan.svg")
     assert text == (tmp_path / "plan.svg").read_text()
-    assert "Peak memory" in text
+    assert re.search(r"Peak memory [^(]+ \(measured [^)]+\) in place of", text)
     assert ">device<" in text
+    assert all(re.search(f">{name}<|>{name.rpartition('.')[2]}<", text) for name in handle.names)
     assert "rank" not in text
     share = handle.plan.recompute_seconds / handle.plan.plain_seconds
     assert f"{len(handle.plan.kept)} of 6 calls are kept; recomputing the others adds {share:.1%}"[:-1] in table

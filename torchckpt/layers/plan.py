@@ -213,14 +213,17 @@ class LayersPlan(Drawn):
         everything = replace(self, kept=frozenset(range(len(self.took.calls))), away=())
         units = units_of_bytes(max(everything.peak_bytes, self.budget_bytes))
         peaks = units.of_memory(self.peak_bytes), units.of_memory(everything.peak_bytes)
+        measured = self.measured_peak_bytes
+        told = "" if measured is None else f" (measured {units.of_memory(measured)})"
         return svg(
             everything.timeline,
             self.timeline,
             names=("everything kept", "planned"),
             budget_bytes=(self.budget_bytes,),
             units=units,
-            title="Peak memory {} in place of {}".format(*peaks),
+            title=f"Peak memory {peaks[0]}{told} in place of {peaks[1]}",
             subtitle=self.summary,
+            stage_names=[self.names[call.layer] for call in self.took.calls],
         )
 
     @property

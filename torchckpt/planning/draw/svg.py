@@ -57,6 +57,7 @@ def svg(
     title: str = "",
     subtitle: str = "",
     lines: Sequence[Mapping[str, float]] = (),
+    stage_names: Sequence[str] = (),
 ) -> str:
     """One panel per timeline, one over the other, on the same scales of time and memory. The memory is left out where
     it says nothing: where no timeline has any, and where each curve is 0 or one and the same amount.
@@ -72,8 +73,11 @@ def svg(
         copies: under the row of each rank, one for the activations and one for the gradients that it sends to others.
         title, subtitle: above all panels: what the picture shows, in words, and of what.
         lines: per timeline, by name the seconds at which to draw lines down its panel.
+        stage_names: what is written on the boxes of each stage, in place of action and micro-batch; where a name does
+            not fit, what follows its last dot.
     """
     layout = _Layout(timelines, budget_bytes, units or Units(), copies, lines)
+    layout.stage_names = stage_names
     canvas = Canvas(_WIDTH)
     y, titles = canvas.headed(_LEFT, title, subtitle), [title] if title else []
     for index, timeline in enumerate(timelines):
@@ -105,6 +109,7 @@ class _Layout:
         lines: Sequence[Mapping[str, float]],
     ) -> None:
         self.units, self.show_copies = replace(units, digits=_DIGITS), show_copies
+        self.stage_names: Sequence[str] = ()
         self.bytes_of_ranks = tuple(budget) if isinstance(budget, Sequence) else ()
         self.budget_bytes = budget if isinstance(budget, (int, float)) else max(self.bytes_of_ranks, default=None)
         ends = [timeline.step_seconds for timeline in timelines]
@@ -240,8 +245,13 @@ def _boxes(canvas: Canvas, timeline: TimelineFigures, rank: int, layout: _Layout
     for kind, boxes in by_kind.items():
         canvas.boxes(boxes, class_=kind)
     for event, (x, width) in zip(events, places) if layout.show_labels else ():
-        text, shade = label(timeline.schedule, event.action), _SHADES.get(event.action.kind.value, "dark")
-        if _fits(text, width, height):
+        shade = _SHADES.get(event.action.kind.value, "dark")
+        texts = [label(timeline.schedule, event.action)]
+        if layout.stage_names:
+            name = layout.stage_names[event.action.stage]
+            texts = [name, name.rpartition(".")[2]]
+        text = next((text for text in texts if _fits(text, width, height)), "")
+        if text:
             place = (x + width / 2, y + height / 2 + size * 0.36)
             canvas.words(*place, text, class_=f"middle {shade}", style=f"font-size:{size:g}px")
 
