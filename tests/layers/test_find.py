@@ -111,12 +111,13 @@ def test_on_a_terminal_the_line_is_there_and_else_in_the_log(monkeypatch, caplog
 
     terminal, file = Terminal(), Terminal()
     model = Model([Wide(16, 16) for _ in range(3)])
-    for stream in (terminal, file, None):
+    for stream, rank in ((terminal, "0"), (terminal, "1"), (file, "0"), (None, "0")):
         monkeypatch.setattr(sys, "stderr", stream)
+        monkeypatch.setenv("RANK", rank)
         with caplog.at_level(logging.INFO, "torchckpt"), torchckpt.checkpoint_layers(model, budget="1GiB"):
             pass
     line = "checkpoint_layers takes 3 repeated blocks: layers.0 to layers.2"
-    assert (terminal.getvalue(), file.getvalue(), caplog.messages) == (f"{line}\n", "", [line, line])
+    assert (terminal.getvalue(), file.getvalue(), caplog.messages) == (f"{line}\n", "", [line] * 3)
 
 
 def test_one_line_says_what_was_taken(caplog):
