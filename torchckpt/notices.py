@@ -1,5 +1,7 @@
-"""Notices: lines for people, on stderr where that is a terminal, and else in the log. Of several ranks the first one
-says them, as ranks share a terminal."""
+"""Notices: lines for people, on stderr where that is a terminal, and else in the log.
+
+Of several ranks the first one says them, as ranks share a terminal.
+"""
 from __future__ import annotations
 
 import logging
