@@ -1,6 +1,7 @@
 """Models of two stages each, that differ in who keeps what; ``MODELS`` and ``DIFFERING`` by name."""
 from __future__ import annotations
 
+import copy
 from contextlib import AbstractContextManager
 from functools import partial
 from types import SimpleNamespace
@@ -199,6 +200,7 @@ MODELS = {
     "frozen": _of(Frozen),
     "tied": _of(Tied),
     "pair": _of(Pair),
+    "copies": _of(lambda: copy.deepcopy(nn.Sequential(*(copy.deepcopy(Mlp()) for _ in range(3))))),
     "attention": _of(
         lambda: nn.Sequential(*(nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.1, batch_first=True) for _ in range(2))),
         lambda: torch.randn(2, ROWS, WIDTH),

@@ -12,6 +12,7 @@ from torchckpt.planning import one_f_one_b
 from torchckpt.planning.device import DEVICES, Device
 from torchckpt.planning.plan import plan_pipeline
 from torchckpt.planning.rates import RATES, Machine, Product
+from torchckpt.tensors import tensors_in
 
 SLOW = Device("slow", {"float32": 2.0, "tf32": 8.0, "bfloat16": 4.0}, float("inf"), 10.0, 1e9, "made up")
 """Where only arithmetic takes time."""
@@ -133,6 +134,38 @@ def test_a_block_that_changes_its_input_in_place_cannot_run_again():
     (stage,) = pipeline_costs(build, "h100").stages
     assert len(stage.blocks) == 2
     assert stage.after.saved_bytes > stage.blocks[0].saved_bytes
+
+
+class Gives(nn.Module):
+    """Returns its output in a container, and takes one."""
+
+    def __init__(self, give) -> None:
+        super().__init__()
+        self.blocks, self.give = nn.Sequential(Mlp(), Mlp()), give
+
+    def forward(self, x) -> object:
+        while not isinstance(x, Tensor):
+            (x,) = x.values() if isinstance(x, dict) else x
+        return self.give(self.blocks(x))
+
+
+@pytest.mark.parametrize("give", [lambda x: {"x": x}, lambda x: ([x],), lambda x: [{"x": (x,)}]])
+def test_a_container_ends_a_stage_as_a_tensor_does(give):
+    def build(give):
+        return lambda: ([Gives(give), Gives(give)], vector(), lambda y: tensors_in(y)[0].sum())
+
+    assert pipeline_costs(build(give), "h100").counted == pipeline_costs(build(lambda x: x), "h100").counted
+
+
+def test_an_lstm_has_its_flops():
+    class Lstm(nn.LSTM):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)[0]
+
+    stages = [nn.Sequential(*(Lstm(WIDTH, WIDTH, batch_first=True) for _ in range(2)))]
+    (stage,) = pipeline_costs(lambda: (stages, torch.randn(3, 5, WIDTH)), "h100").counted
+    products = 2 * 4 * WIDTH * 2 * WIDTH * 3 * 5  # four gates, of inputs and states, for each row and step
+    assert [block.forward_flops for block in stage.blocks] == [products] * 2
 
 
 def test_static_bytes_are_adams_or_as_many_as_are_said():

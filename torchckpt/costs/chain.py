@@ -95,6 +95,7 @@ def _environment(kernels: str, dtype: torch.dtype | None, mesh: Mesh | None) -> 
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:  # operators inside a compiled module cannot be seen
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(_without_onednn())
         stack.enter_context(unallocated())
         if mesh is not None:
             stack.enter_context(mesh())
@@ -102,6 +103,17 @@ def _environment(kernels: str, dtype: torch.dtype | None, mesh: Mesh | None) -> 
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_default_dtype(dtype))
         yield
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    """Its kernel of an LSTM saves a workspace that is not known without memory, and torch counts no FLOPs of it."""
+    backend: Any = torch.backends.mkldnn
+    before, backend.enabled = backend.enabled, False
+    try:
+        yield
+    finally:
+        backend.enabled = before
 
 
 @contextmanager
@@ -188,11 +200,11 @@ def _stand_ins(chain: _Chain) -> Iterator[_Chain]:
 
 def _handed_on(outputs: Any) -> tuple[Any, ...]:
     """The inputs of the next stage: ``outputs`` as leaves that need a gradient."""
-    listed = tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
-    return tuple(
-        value.detach().requires_grad_(value.is_floating_point()) if isinstance(value, Tensor) else value
-        for value in listed
-    )
+
+    def leaf(value: Any) -> Any:
+        return value.detach().requires_grad_(value.is_floating_point()) if isinstance(value, Tensor) else value
+
+    return pytree.tree_map(leaf, tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,))  # type: ignore[no-any-return]
 
 
 @contextmanager

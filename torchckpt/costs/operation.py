@@ -3,8 +3,8 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -159,13 +159,29 @@ _LARGEST_HEAD = 256
 
 def kernels_of(name: str) -> AbstractContextManager[Any]:
     """Inside this context, operators run the kernels of ``name``, one of :data:`KERNELS`."""
-    return _Accelerator() if name == "accelerator" else nullcontext()
+    return _Others(_FUSED if name == "accelerator" else {})
 
 
-class _Accelerator(TorchFunctionMode):
+class _Others(TorchFunctionMode):
+    """Runs other functions in place of some, and copies tensors that have no memory."""
+
+    def __init__(self, others: Mapping[Any, Callable[..., Any]]) -> None:
+        super().__init__()
+        self._others = {Tensor.__deepcopy__: _copied, **others}
+
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        run = _FUSED.get(function, function)
+        run = self._others.get(function, function)
         return run(*args, **(kwargs or {}))
+
+
+def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    """A deep copy. Torch's own, of a tensor without memory, has another storage than its views."""
+    if id(tensor) not in memo:
+        copy = tensor.detach().clone()
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(copy, tensor.requires_grad) if is_parameter else copy
+        memo[id(tensor)].requires_grad_(tensor.requires_grad)
+    return memo[id(tensor)]  # type: ignore[no-any-return]
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
