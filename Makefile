@@ -22,10 +22,11 @@ demo: $(VENV)/.demo
 	@echo "Steps were measured that recompute when gradients arrive and ahead of them, and one was planned into half of its bytes."
 	@echo "The pictures are demo/timeline.svg and demo/pipeline-plan.svg."
 
-# Two processes of tests on two cores; each line says whose it is. LINT= leaves lint out: mypy reads the installed torch.
+# Two processes of tests on two cores; each line says whose it is. Others that they start find the package compiled. LINT=
+# leaves lint out: mypy reads the installed torch.
 LINT ?= lint
 test: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(MAKE) --no-print-directory -j2 $(LINT) test-runs test-plans
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(MAKE) --no-print-directory -j2 $(LINT) test-runs test-plans
 
 # zizmor checks the workflows; actionlint does where it is installed, since its package downloads it from elsewhere.
 lint:

@@ -13,10 +13,18 @@ from tests.device import load, why_not
 from tests.device.fixtures import sim, simulator
 from tests.device.unsimulated import why_unsimulated
 from tests.helpers import by_hand, prefetched
+from tests.little import search_little
 from torchckpt.planning.remat.search import planner
 from torchckpt.regions.devices import accelerator_type
 
 __all__ = ["sim", "simulator"]
+
+
+for _absent in (torch.cuda, torch.xpu, torch.mtia):
+    # Where there is no such device, a seed is put in a queue that nobody reads, with the stack as text. That takes half
+    # a millisecond, for each test and for each seed in it.
+    if not _absent.is_available() and hasattr(_absent, "manual_seed_all"):
+        _absent.manual_seed_all = lambda seed: None
 
 
 def pytest_collection_modifyitems(items):
@@ -94,6 +102,12 @@ def call(request):
 def quick_planner(monkeypatch):
     """Any schedule will do."""
     monkeypatch.setattr(planner, "_SEARCH_WORK", 1)
+
+
+@pytest.fixture
+def quick_search(monkeypatch):
+    """Any plan of a pipeline will do."""
+    search_little(monkeypatch.setattr)
 
 
 @pytest.fixture(autouse=True)

@@ -1,10 +1,12 @@
 """Fresh processes: as ``python ...`` starts them, but forks of one that has imported torch, which takes seconds.
 
-SymPy is imported too: most of torch's compiler is imported after it, and no page and no module of ours names it.
+SymPy is imported too: most of torch's compiler is imported after it, and no page and no module of ours names it. The
+compiler itself is where it is asked for.
 """
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -23,10 +25,11 @@ class Fresh:
 
     Args:
         environment: what they have.
+        compiler: whether torch's compiler is imported already.
     """
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        command, pipe = [sys.executable, __file__], subprocess.PIPE
+    def __init__(self, environment: Mapping[str, str], compiler: bool = False) -> None:
+        command, pipe = [sys.executable, __file__, *["torch._dynamo"] * compiler], subprocess.PIPE
         self._server = subprocess.Popen(command, env=environment, text=True, stdin=pipe, stdout=pipe)
 
     def run(
@@ -56,6 +59,8 @@ def _serve() -> tuple[Any, ...]:
     import sympy  # noqa: F401
     import torch  # noqa: F401
 
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
     gc.freeze()  # or a collection in a fork would copy what is shared
     for line in sys.stdin:
         process = os.fork()

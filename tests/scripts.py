@@ -36,22 +36,28 @@ PRELOADED = ["pytest", "tests.distributed.stages", "torch.distributed.fsdp"]
 
 
 def run(
-    *arguments: str, timeout: int = 300, cwd: Path | None = None, without: Sequence[str] = (), **environment: str
+    *arguments: str,
+    timeout: int = 300,
+    cwd: Path | None = None,
+    without: Sequence[str] = (),
+    compiler: bool = False,
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """Python with ``arguments``, in ``HOME``: a fresh process, but for torch, which is imported already.
 
     Args:
         cwd: where. Default: the current folder.
         without: packages that seem not to be installed.
+        compiler: whether torch's compiler is imported already, too: for what imports it anyway.
         environment: what its environment has besides.
     """
-    return _fresh(tuple(without)).run(arguments, cwd or Path.cwd(), environment, timeout)
+    return _fresh(tuple(without), compiler).run(arguments, cwd or Path.cwd(), environment, timeout)
 
 
 @functools.cache
-def _fresh(without: tuple[str, ...]) -> Fresh:
+def _fresh(without: tuple[str, ...], compiler: bool) -> Fresh:
     folder = tempfile.TemporaryDirectory()
-    processes = Fresh(home_without(without, Path(folder.name)))
+    processes = Fresh(home_without(without, Path(folder.name)), compiler)
     atexit.register(lambda: (processes.end(), folder.cleanup()))
     return processes
 

@@ -91,6 +91,7 @@ INFEASIBLE = {
 }
 
 
+@pytest.mark.usefixtures("quick_planner", "quick_search")
 @pytest.mark.parametrize("refused", INFEASIBLE.values(), ids=INFEASIBLE)
 @pytest.mark.parametrize(
     "again", [lambda error: pickle.loads(pickle.dumps(error)), *slow([copy.copy])], ids=["pickle", "copy"]

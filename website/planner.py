@@ -74,8 +74,8 @@ def add_python(folder: Path) -> None:
     (folder / "pyodide").mkdir()
     for name in _FILES:
         shutil.copy(CACHE / name, folder / "pyodide" / name)
-    wheel = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(ROOT)]
-    subprocess.run(wheel, check=True)
+    wheel = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*wheel, "-w", str(folder), str(ROOT)], check=True)
     shutil.copy(Path(typing_extensions.__file__), folder / "typing_extensions.py")
     (made,) = folder.glob("*.whl")
     (folder / "files.json").write_text(json.dumps({"wheel": made.name}))

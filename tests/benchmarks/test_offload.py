@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason="no simulated devi
 OURS = ["checkpoint_layers", "offload_layers", "offload_layers, every=2"]
 
 
-@pytest.fixture(scope="module", params=[2, *slow([4])])
+@pytest.fixture(scope="module", params=[1, *slow([4])])
 def runs(request):
     """Of each program that may race."""
     return request.param

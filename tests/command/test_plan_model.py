@@ -10,9 +10,36 @@ import pytest
 from torch import nn
 
 from tests.command.lines import printed, refused
+from tests.slow import slow_but
+from torchckpt import costs
+from torchckpt.costs.mesh import LAYOUT
 from torchckpt.planning.device import DEVICES
 
 TINY = ("plan", "examples.plan_llama:tiny", "--device", "h100", "--schedule", "1f1b", "--microbatches", "4")
+
+
+@pytest.fixture(scope="module")
+def counted():
+    """Costs by model, device and options."""
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def counted_once(monkeypatch, counted):
+    """Tests of this file ask for few costs, and to count takes most of a command's seconds."""
+    count = costs.pipeline_costs
+
+    def once(build, device, **options):
+        try:
+            stages, *rest = build()
+        except Exception:
+            return count(build, device, **options)  # which explains it
+        key = str((LAYOUT.get(), DEVICES[device], stages, [one.shape for one in rest[:1]], sorted(options.items())))
+        if key not in counted:
+            counted[key] = count(build, device, **options)
+        return counted[key]
+
+    monkeypatch.setattr(costs, "pipeline_costs", once)
 
 
 def test_costs_the_plan_and_the_line_that_people_quote(capsys, tmp_path):
@@ -98,16 +125,17 @@ def one_stage():
     return [nn.Sequential(*(Mlp() for _ in range(4)))], vector()
 
 
-@pytest.mark.parametrize("state", ["8", "4"])
+STATES = [
+    ("examples.plan_llama:tiny", ["--schedule", "1f1b"], "8"),
+    ("examples.plan_llama:tiny", ["--schedule", "all"], "4"),
+    ("examples.plan_llama:tiny", ["--schedule", "zbv", "--ranks", "2"], "8"),
+    ("examples.plan_llama:tiny", ["--schedule", "1f1b", "--host", "1kB", "--host-link", "1MB"], "4"),
+    ("tests.command.test_plan_model:one_stage", ["--schedule", "1f1b", "--balance"], "8"),
+]
+
+
 @pytest.mark.parametrize(
-    ("target", "options"),
-    [
-        ("examples.plan_llama:tiny", ["--schedule", "1f1b"]),
-        ("examples.plan_llama:tiny", ["--schedule", "all"]),
-        ("examples.plan_llama:tiny", ["--schedule", "zbv", "--ranks", "2"]),
-        ("examples.plan_llama:tiny", ["--schedule", "1f1b", "--host", "1kB", "--host-link", "1MB"]),
-        ("tests.command.test_plan_model:one_stage", ["--schedule", "1f1b", "--balance"]),
-    ],
+    ("target", "options", "state"), slow_but(STATES, [(*one[:2], size) for one in STATES for size in ("8", "4")])
 )
 def test_the_device_memory_that_an_error_names_is_enough(capsys, target, options, state):
     call = ("plan", target, *H100, "--microbatches", "4", *options, "--optimizer-bytes", state)

@@ -131,13 +131,13 @@ def built(way: Way, mesh: DeviceMesh):
 UNEVEN = {"hidden": 90, "tokens": 15}
 LAYOUTS = {
     2: [
-        Way("tp", {"tp": 2}),
-        Way("tp sp", {"tp": 2}),
-        Way("tp sp lp", {"tp": 2}),
-        Way("fsdp", {"dp": 2}),
-        Way("ep", {"ep": 2}),
-        Way("cp", {"cp": 2}),
-        Way("cp keep", {"cp": 2}),
+        Way("tp", {"tp": 2}, blocks=2),
+        Way("tp sp", {"tp": 2}, blocks=2),
+        Way("tp sp lp", {"tp": 2}, blocks=2),
+        Way("fsdp", {"dp": 2}),  # of its blocks the first, the last and those between differ
+        Way("ep", {"ep": 2}, blocks=2),
+        Way("cp", {"cp": 2}, blocks=2),
+        Way("cp keep", {"cp": 2}, blocks=2),
     ],
     4: [
         Way("fsdp", {"dp": 4}, **UNEVEN),

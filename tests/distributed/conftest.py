@@ -24,3 +24,8 @@ def quiet():
     logger.disabled = True
     yield
     logger.disabled = False
+
+
+@pytest.fixture(autouse=True)
+def plans(quick_search):
+    """Here as on other ranks."""

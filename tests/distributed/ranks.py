@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests.little import search_little
 from tests.scripts import method_to_start, run_here
 
 
@@ -80,6 +81,7 @@ def _script(rank: int, path: str, arguments: tuple[str, ...], folder: str, ranks
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True",
     )  # fmt: skip
     torch.set_num_threads(1)
+    search_little()
     with open(f"{folder}/{rank}.out", "w") as out, redirect_stdout(out):
         run_here(path, *arguments)
 
@@ -89,6 +91,7 @@ def _work(rank: int, function: Callable[[int], Any], folder: str, ranks: int) ->
     warnings.simplefilter("ignore")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    search_little()
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
     try:
         torch.save(function(rank), f"{folder}/{rank}.pt")

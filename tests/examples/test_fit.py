@@ -51,6 +51,7 @@ def test_it_tells_how_long_a_step_takes(printed):
     assert re.fullmatch(r"[\d.]+ [\d.]+ x [\d.]+ \([\d.]+ to [\d.]+\)", " ".join(cells(printed, "step, s")))
 
 
+@pytest.mark.slow  # as of any model: tests/graph/whole/test_models.py
 def test_a_budget_that_is_too_small_is_answered_by_one_that_is_not():
     done = run_script(EXAMPLE, *SMALL, "--budget", "1MB")
     assert done.returncode == 1

@@ -21,7 +21,7 @@ from tests.regions.moved.calls import let_cpu_move
 from tests.settings import with_gloo, without_collector
 from torchckpt.regions.private import dispatch_modes_are_active
 
-pytestmark = [with_gloo, pytest.mark.usefixtures("group", "quiet")]
+pytestmark = [with_gloo, pytest.mark.usefixtures("group", "quiet", "quick_search", "quick_planner")]
 
 FEW = 4
 """How many operators of a step raise in ``make test``."""

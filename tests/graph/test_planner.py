@@ -82,7 +82,7 @@ def test_plan_leaves_room_for_the_loss(less):
     assert bool(plan.recomputed) == bool(less)
 
 
-@pytest.mark.usefixtures("gradients_go")
+@pytest.mark.usefixtures("gradients_go", "quick_planner")
 def test_refusal_says_what_there_is():
     with pytest.raises(BudgetInfeasible) as caught:
         plan_of(chain, leaf(1000), budget=8_000)

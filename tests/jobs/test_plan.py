@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.slow import slow_but
 from torchckpt.errors import ArgumentError, BudgetInfeasible
 from torchckpt.jobs import MACHINES, MODELS, Job, Layout, plan_job
 from torchckpt.jobs.layout import RECOMPUTES, SOFTWARE
@@ -212,18 +213,26 @@ def test_a_folded_schedule_has_two_stages_on_each_rank():
     assert not list(replace(layout, pp=16, gpus=16).faults(MODELS["llama3-8b"]))
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full", "planned"])
-@pytest.mark.parametrize("state", ["zero1", "fsdp2"])
-@pytest.mark.parametrize("framework", ["megatron", "torchtitan"])
+HOST = Host("1MB", out="1MB")  # of plans alone
+SIDES = [(state, framework) for state in ("zero1", "fsdp2") for framework in ("megatron", "torchtitan")]
+
+WAYS = [("none", None), ("selective", None), ("full", None), ("planned", None), ("planned", HOST)]
+EACH = [(*way, *side) for way in WAYS for side in SIDES]
+
+
+@pytest.mark.usefixtures("quick_search")
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-@pytest.mark.parametrize("host", [None, Host("1MB", out="1MB")])
+@pytest.mark.parametrize(
+    ("recompute", "host", "state", "framework"),
+    slow_but([case for case in EACH if case[1] is None or case[2:] in (SIDES[0], SIDES[3])], EACH),
+)
 def test_a_device_with_the_bytes_that_an_error_names_is_enough_and_less_is_not(
     recompute, state, framework, schedule, host
 ):
     """Also where the plan recomputes everything, and still needs the gradients of a layer's activations beside that."""
     layout = Layout(gpus=8, pp=4, dp=2, global_batch=16, schedule=schedule, recompute=recompute, state=state,
                     software=SOFTWARE[framework])  # fmt: skip
-    whole, host = job(layout, "llama3-8b"), host if recompute == "planned" else None
+    whole = job(layout, "llama3-8b")
     with pytest.raises(BudgetInfeasible) as error:
         plan_job(whole, 5e9, host)
     least = error.value.least_bytes

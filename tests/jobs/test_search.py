@@ -153,6 +153,7 @@ def test_a_search_of_another_policy_takes_no_host():
         search_layouts(MODEL, H100, replace(BASE, recompute="full"), host=Host("1TB", out="1GB"), fixed=("recompute",))
 
 
+@pytest.mark.usefixtures("quick_search")
 def test_a_search_of_planned_layouts_sends_blocks_to_the_host_as_a_plan_does():
     values = {"recompute": "planned", "pp": 4, "tp": 1, "cp": 1, "schedule": "1f1b", "micro_batch": 2}
     base, host = replace(BASE, **values), Host("1TB", out="400GB")

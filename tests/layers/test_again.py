@@ -6,6 +6,7 @@ import torch
 
 import torchckpt
 from tests.layers.models import Model, Wide
+from tests.slow import slow
 from torchckpt.testing import peak_bytes
 
 
@@ -52,7 +53,7 @@ def three_times(model, x):
         loss.backward(retain_graph=at < 2)
 
 
-@pytest.mark.parametrize("share", [1.0, 0.9, 0.8])
+@pytest.mark.parametrize("share", [1.0, 0.8, *slow([0.9])])
 @pytest.mark.parametrize("step", [
     penalty, penalty_alone, penalty_of_gradients, penalty_after_another_forward, more_between, two_losses, three_times,
 ])

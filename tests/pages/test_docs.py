@@ -2,7 +2,7 @@
 Those that are alone are slow, as they are part of their pages.
 
 Each runs in a fresh process, with nothing made ready, and without the packages that only tests need, unless it says so.
-torch alone is imported before, once for all: that takes seconds.
+torch alone is imported before, once for all: that takes seconds. So is its compiler for pages that import it anyway.
 """
 from __future__ import annotations
 
@@ -28,6 +28,10 @@ BLOCK = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 NEEDS = re.compile(r"<!-- needs: (.*?) -->")
+COMPILER = re.compile(
+    r"\bgraph\b|\boptim\b|\bcompile\(|^(?:import|from) (?:accelerate|lightning|peft|transformers)", re.MULTILINE
+)
+"""Of code that imports torch's compiler: an optimizer does, and what others make of torch."""
 EXTRA = re.compile(r"^test = \[\n(.*?)^\]", re.DOTALL | re.MULTILINE)
 
 
@@ -128,7 +132,8 @@ def test_it_runs_as_pasted(program, tmp_path):
     for need in needs:
         skip_without(need)
     hidden = [] if needs else only_for_tests()  # packages of others need more than is said here
-    done = run(pasted(program, tmp_path).name, cwd=tmp_path, without=hidden, HF_HUB_OFFLINE="1")
+    compiler = any(COMPILER.search(block.code) for block in program)
+    done = run(pasted(program, tmp_path).name, cwd=tmp_path, without=hidden, compiler=compiler, HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr[-4000:]
 
 

@@ -15,7 +15,7 @@ import torchckpt
 from tests.device.programs import MODES, adversely, program
 from torchckpt.pipe.run.links import wait
 
-FEW, ALL = 12, 350
+FEW, ALL = 8, 350
 
 
 def assert_same_whatever_is_late(sim, seed):

@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.graph.allocations import measured_peak
 from tests.graph.eager import assert_same, step
+from tests.graph.whole.test_models import SIZES
 from tests.helpers import assert_equal, leaf
 from tests.models import MODELS
 from tests.slow import slow
@@ -81,7 +82,7 @@ SMALL = ["unet", "mlp24", "sparse_embedding", "gpt6", "moe", *slow(["llama_hf"])
 
 @pytest.mark.parametrize("name", SMALL)
 def test_operators_give_the_bits_of_eager(name):
-    case = MODELS[name]()
+    case = MODELS[name](**SIZES[name])
     call, _ = planned(case.model, "all dropped", "eager")
     assert_same(step(case.model, case.inputs, case.loss, call=call), step(case.model, case.inputs, case.loss))
 

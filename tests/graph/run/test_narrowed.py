@@ -12,7 +12,7 @@ from tests.graph.eager import measured_peak
 from tests.graph.step.test_partial import HEADS, Heads, gradients
 from tests.graph.traced import Function
 from tests.helpers import assert_equal, leaf
-from tests.slow import slow
+from tests.slow import slow_but
 from torchckpt import graph
 from torchckpt.graph.private.trace import GRADIENTS_STAY
 from torchckpt.planning.remat.plan import Plan
@@ -70,13 +70,15 @@ def assert_taken(step, x, used, lets_go, wanted):
     assert step.plan.budget_bytes is None or taken <= step.plan.budget_bytes
 
 
-OPTIONS = [
-    {}, pytest.param({"budget": "70%"}, marks=pytest.mark.slow), {"budget": "50%"}, {"rng": "replay", "keep": "speed"}
-]
+OPTIONS: list[dict[str, str]] = [{}, {"budget": "70%"}, {"budget": "50%"}, {"rng": "replay", "keep": "speed"}]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("name", ["views", "reductions", *slow(["infinite derivatives"])])
+WITHIN = ("reductions", {"budget": "50%"})
+CASES = [(name, options) for name in ("views", "reductions", "infinite derivatives") for options in OPTIONS]
+QUICK = [case for case in CASES if case == WITHIN or (case[0] == "views" and case[1] != {"budget": "70%"})]
+
+
+@pytest.mark.parametrize(("name", "options"), slow_but(QUICK, CASES), ids=str)
 def test_planned_is_taken(name, options):
     torch.manual_seed(0)
     model, x = Heads(*HEADS[name]), torch.randn(64, 8)

@@ -10,6 +10,7 @@ from torch import nn
 from tests.graph.eager import measured_peak
 from tests.graph.traced import Function
 from tests.helpers import assert_equal, leaf
+from tests.slow import slow_but
 from torchckpt import graph
 from torchckpt.graph.step.halves import Halves
 
@@ -55,8 +56,12 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("options", [{}, {"keep": "speed"}, {"rng": "replay", "keep": "speed"}], ids=str)
+OPTIONS: list[dict[str, str]] = [{}, {"keep": "speed"}, {"rng": "replay", "keep": "speed"}]
+CASES = [(name, options) for name in HEADS for options in OPTIONS]
+QUICK = [case for case in CASES if not case[1] or case in (CASES[1], CASES[-1])]
+
+
+@pytest.mark.parametrize(("name", "options"), slow_but(QUICK, CASES), ids=str)
 def test_every_choice_of_outputs(name, options):
     def flat(head):
         return lambda h: torch.cat([part.reshape(-1) for part in torch.utils._pytree.tree_leaves(head(h))])

@@ -73,7 +73,8 @@ def shares(name):
 
 ALIKE = ("gpt6_without_dropout", "llama_hf")
 ALIKE_BY_NAME = (*ALIKE, "gpt2_hf", "lstm50", "mlp24", "sparse_embedding")
-"""Beside gpt6 and gpt2_hf: quick with all kept. The rest of their tests are slow."""
+"""Beside gpt6 and gpt2_hf. All that these keep by default, by name or for speed is slow; the last is in the test of a
+loss outside."""
 
 
 def each(names, alike=ALIKE):
@@ -133,7 +134,7 @@ def test_every_model_is_here():
 # the same to the bit, and to the byte ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SIZES)
+@each(SIZES)
 def test_all_is_kept_by_default(name):
     plan = checked(build(name))
     assert plan.recomputed == ()
@@ -149,7 +150,7 @@ def test_loss_outside_of_the_model(name):
     assert_same(step(case.model, case.inputs, case.loss, call=rematerialized), expected)
 
 
-@each(sorted({*SIZES} - {"tanh_chain", "tanh_chain_residual"}))
+@each(sorted({*SIZES} - {"tanh_chain", "tanh_chain_residual"}), ALIKE_BY_NAME)
 def test_speed(name):
     plan = checked(build(name), keep="speed")
     assert plan.recompute_flops == 0

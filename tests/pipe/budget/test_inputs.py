@@ -7,6 +7,7 @@ from torch import nn
 
 from tests.halves import ROWS, SIZE, Half
 from tests.pipe.budget.models import WAYS, step
+from tests.slow import slow_but
 from torchckpt import Pipe
 
 
@@ -20,9 +21,11 @@ def report_of(way, budget, balance, chunks=4):
     return pipe.report()
 
 
-@pytest.mark.parametrize("balance", [[6], [3, 3]], ids=str)
-@pytest.mark.parametrize("budget", ["90%", "70%"])
-@pytest.mark.parametrize("way", WAYS)
+EACH = [(way, budget, balance) for way in WAYS for budget in ("90%", "70%") for balance in ([6], [3, 3])]
+PAIRS = [EACH[0], EACH[3], EACH[5], EACH[6]]  # of any two, each pair
+
+
+@pytest.mark.parametrize(("way", "budget", "balance"), slow_but(PAIRS, EACH), ids=str)
 def test_what_is_planned_is_taken(way, budget, balance):
     report = report_of(way, budget, balance)
     for measured, planned in zip(report.measured_peak_bytes, report.planned_peak_bytes):

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.little import search_little
 from tests.planning.plan.published import gpt
 from torchckpt.errors import BudgetInfeasible
 from torchckpt.planning import one_f_one_b
@@ -22,8 +23,9 @@ def stages(*counts, static=3.0):
 
 @pytest.mark.parametrize("host", [None, Host(1e3, 10.0)])
 @pytest.mark.parametrize("memory", [20.5, 20.0, 4.0])
-def test_the_memory_that_is_enough(memory, host):
+def test_the_memory_that_is_enough(memory, host, monkeypatch):
     """With room for something beside the parameters, with none, and with too little for these."""
+    search_little(monkeypatch.setattr)
     schedule, own = one_f_one_b(2, 4), stages(8, 8, static=2.5)
     with pytest.raises(BudgetInfeasible) as error:
         plan_pipeline(schedule, own, DeviceMemory(memory), host=host)

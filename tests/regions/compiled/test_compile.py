@@ -19,6 +19,7 @@ from tests.helpers import (
     leaf,
     plain,
 )
+from tests.slow import slow
 from torchckpt import Checkpointing, checkpoint
 from torchckpt.testing import count_recomputes
 
@@ -36,7 +37,7 @@ def test_compiled_block_inside_a_region(call, device, backend):
     assert_transparent(call, compiled, leaf(3, 4, device=device), modules=[block])
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [*slow(["eager"]), "aot_eager"])
 def test_compiled_part_of_a_region(call, device, backend):
     block, tail = Block().to(device), Block().to(device)
     compiled = torch.compile(block, backend=backend)
