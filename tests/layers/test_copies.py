@@ -69,6 +69,20 @@ def test_the_handle_in_a_copy_without_a_budget(copied):
     assert recomputes(other, x) == 0
 
 
+@COPIES
+@pytest.mark.parametrize("inside", [True, False])
+def test_copies_of_copies_have_one_hook(copied, inside):
+    model, x = Holding(budget="100%"), torch.randn(16, 8)
+    for _ in range(3):
+        model = copied(model)
+        begins_at, pattern = (model.layers, "*") if inside else (model, "layers.*")
+        model.regions = torchckpt.checkpoint_layers(begins_at, pattern, budget="100%")
+        assert [recomputes(model, x) for _ in range(2)] == [4, 0]
+        assert sum(len(module._forward_pre_hooks) for module in model.modules()) == 1
+    model.regions.remove()
+    assert not any(module._forward_pre_hooks or module._forward_pre_hooks_with_kwargs for module in model.modules())
+
+
 def test_a_copy_can_have_a_budget_of_its_own(model, x):
     with torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB"):
         copied = copy.deepcopy(model)

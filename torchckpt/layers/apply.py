@@ -140,8 +140,18 @@ def checkpoint_layers(
     steps = Steps(model, KnownSteps(tuple(chosen), Limit(budget, device_memory, host)))
     for number, layer in enumerate(chosen.values()):
         layer.__dict__[ENTER] = Enter(steps, number)
+    _take_idle(model)
     handles.append(model.register_forward_pre_hook(Begin(steps), with_kwargs=True))
     return PlannedLayers(chosen, handles, steps)
+
+
+def _take_idle(model: nn.Module) -> None:
+    """Take off the hooks that a copy has of the model it is a copy of: no handle has them, and they do nothing."""
+    for module in model.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(hook, Begin) and hook.steps is None:
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def _budget_faults(

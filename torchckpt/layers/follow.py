@@ -283,11 +283,11 @@ class Begin:
     """The hook before the forward of the model. In a copy of the model it does nothing."""
 
     def __init__(self, steps: Steps | None = None) -> None:
-        self._steps = steps
+        self.steps = steps
 
     def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._steps is not None:
-            self._steps.model_called(model, args, kwargs)
+        if self.steps is not None:
+            self.steps.model_called(model, args, kwargs)
 
     def __reduce__(self) -> Any:
         return Begin, ()
