@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from tests.costs.models import MODELS, ROWS, WIDTH, Mlp, vector
 from torchckpt import ArgumentError, checkpoint
 from torchckpt.costs import pipeline_costs
+from torchckpt.costs.count import static_of
 from torchckpt.planning import one_f_one_b
 from torchckpt.planning.device import DEVICES, Device
 from torchckpt.planning.plan import plan_pipeline
@@ -171,10 +172,21 @@ def test_an_lstm_has_its_flops():
 def test_static_bytes_are_adams_or_as_many_as_are_said():
     parameters = WIDTH * WIDTH
     for dtype, of_each, options in (
-        ("fp32", 16, {}), ("bf16", 16, {}), ("fp32", 8, {"optimizer_bytes": 0}), ("bf16", 4.5, {"optimizer_bytes": 0.5})
+        ("fp32", 16, {}), ("bf16", 16, {}), ("fp64", 32, {}),
+        ("fp32", 8, {"optimizer_bytes": 0}), ("bf16", 4.5, {"optimizer_bytes": 0.5})
     ):  # fmt: skip
         block = pipeline_costs(linears, "h100", dtype=dtype, **options).stages[0].blocks[0]
         assert block.static_bytes == of_each * parameters
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64, torch.complex128])
+def test_the_state_is_that_of_torchs_adam(dtype):
+    model = nn.Linear(6, 5, dtype=dtype)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 6, dtype=dtype)).abs().sum().backward()
+    optimizer.step()
+    moments = [state[name].nbytes for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    assert sum(static.optimizer for static in static_of(model).values()) == sum(moments)
 
 
 def test_parameters_and_buffers_are_counted_once_where_they_are_first_used():

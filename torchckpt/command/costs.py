@@ -41,7 +41,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", choices=_DTYPES, metavar="NAME", help=text)
     text = (
         "of state for a parameter, beside weight and gradient, such as 12, or 12/64 where 64 ranks share it; default: "
-        "Adam's, 12 where it has two bytes, else 8"
+        "Adam's, 12 where it has two bytes, 8 where four, 16 where eight"
     )
     group.add_argument("--optimizer-bytes", type=state_bytes, metavar="BYTES", help=text)
     text = (

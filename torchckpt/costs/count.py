@@ -232,8 +232,8 @@ class Static(NamedTuple):
     optimizer: float = 0
 
 
-_MASTER_BYTES, _MOMENTS_BYTES = 4, 8
-"""Bytes of Adam's state in mixed precision: a float32 copy of a smaller parameter, and two float32 moments."""
+_FLOAT32_BYTES = 4
+"""Of a number of Adam's state: a copy of a smaller parameter, and two moments, which have the dtype of a larger one."""
 
 
 def static_of(stage: nn.Module, optimizer_bytes: float | None = None) -> dict[StorageWeakRef, Static]:
@@ -245,12 +245,13 @@ def static_of(stage: nn.Module, optimizer_bytes: float | None = None) -> dict[St
     [Static(weights=10, gradients=10, optimizer=60)]
 
     Args:
-        optimizer_bytes: state of each trained element. Default: Adam's, 12 for one of two bytes, 8 for one of four.
+        optimizer_bytes: state of a trained element. Default: Adam's, 12 for one of two bytes, 8 of four, 16 of eight.
     """
     sizes: dict[StorageWeakRef, Static] = {}
     reduced: set[StorageWeakRef] = set()
     for tensor in (*stage.parameters(), *stage.buffers()):
-        state_bytes: float = _MOMENTS_BYTES + (_MASTER_BYTES if tensor.element_size() < 4 else 0)
+        of_each = tensor.element_size()
+        state_bytes: float = 2 * max(_FLOAT32_BYTES, of_each) + _FLOAT32_BYTES * (of_each < _FLOAT32_BYTES)
         if optimizer_bytes is not None:
             state_bytes = optimizer_bytes
         state = gradient = 0.0
