@@ -118,6 +118,65 @@ def test_fsdp1_hides_its_shares():
             pipeline_costs(lambda: ([made], torch.randn(4, 8)), "h100")
 
 
+def replicas(mesh):
+    return nn.parallel.DistributedDataParallel(blocks(), process_group=mesh.get_group("dp"))
+
+
+def replicated(mesh):
+    from torch.distributed._composable.replicate import replicate
+
+    return replicate(blocks(), device_mesh=mesh["dp"])
+
+
+def pinning(mesh):
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    return fully_shard(blocks(), mesh=mesh["dp"], offload_policy=CPUOffloadPolicy())
+
+
+def unpinned(mesh):
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    return fully_shard(blocks(), mesh=mesh["dp"], offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def blocks():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2)))
+
+
+DDP = (
+    r"pipeline_costs\(\): DistributedDataParallel sends parameters to other ranks, and they have no values there\n"
+    r"  received: DistributedDataParallel\(\), or replicate\(\)\n  works:    the plain module; or fully_shard\(\)"
+)
+PINNED = (
+    r"memory is pinned where tensors have none\n  received: pin_memory\(\), or CPUOffloadPolicy\(\)\n"
+    r"  works:    CPUOffloadPolicy\(pin_memory=False\)"
+)
+
+
+@pytest.mark.parametrize(("make", "rule"), [(replicas, DDP), (replicated, DDP), (pinning, PINNED)])
+def test_what_asks_for_memory_is_named(make, rule):
+    with fake_mesh(dp=2) as mesh, pytest.raises(ArgumentError, match=rule):
+        pipeline_costs(lambda: ([make(mesh)], torch.ones(2, 8)), "h100")
+
+
+def test_without_a_mesh_too():
+    def build():
+        return [nn.parallel.DistributedDataParallel(blocks())], torch.ones(2, 8)
+
+    with one_rank(), pytest.raises(ArgumentError, match=DDP):
+        pipeline_costs(build, "h100")
+
+
+def test_what_its_error_says_works():
+    with fake_mesh(dp=2) as mesh:
+        plain, sharded = (
+            pipeline_costs(lambda make=make: ([make(mesh)], torch.ones(2, 8)), "h100").counted[0].static.weights
+            for make in (lambda _: blocks(), unpinned)
+        )
+    assert (plain, sharded) == (2 * 4 * 72, 4 * 72)
+
+
 SLOW = replace(device_named("h100"), name="slow", network=Network(8, 1e3, 1e3, 0.0, 0.0, 0.25, "made up"))
 """4 x 8 float32 numbers take 0.378 s of an all-reduce of 2 ranks."""
 

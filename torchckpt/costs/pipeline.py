@@ -9,9 +9,11 @@ operations moves less.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from traceback import walk_tb
 
 import torch
 
@@ -21,7 +23,7 @@ from torchckpt.costs.mesh import LAYOUT, Layout
 from torchckpt.costs.operation import KERNELS, Ledger
 from torchckpt.costs.pace import Pace, pace_of
 from torchckpt.costs.profile import device_here, with_seconds
-from torchckpt.errors import Fault, called, check, raise_fault
+from torchckpt.errors import CheckpointError, Fault, called, check, raise_fault
 from torchckpt.planning.device import Device, device_named
 from torchckpt.planning.draw.units import aligned
 from torchckpt.planning.work.block import Block, Link, Stage, fixed, is_amount, is_number
@@ -132,8 +134,8 @@ def pipeline_costs(
         dtype: torch's default while ``build`` and the stages run: ``"bf16"``, ``"fp16"``, ``"fp32"``, ``"tf32"``
             (float32, multiplied as TF32), ``"fp64"``. Default: torch's default, that is, what ``build`` makes.
         optimizer_bytes: of each trained parameter, beside itself and its gradient. Default: those of Adam, two moments
-            in float32, and a copy in float32 of a smaller parameter: 16 bytes a parameter with weight and gradient in
-            either case. A state that is sharded over 64 ranks has 12 / 64.
+            in float32, or in the dtype of a larger parameter, and a copy in float32 of a smaller one: with weight and
+            gradient 16 bytes a parameter of two or four bytes, 32 of eight. A state sharded over 64 ranks has 12 / 64.
         link_bytes_per_second: between neighbouring stages, in one direction. Default: the device's, inside a node.
         kernels: ``"accelerator"``: dropout, RMS norm and attention save what their kernels on an accelerator save.
             ``"cpu"``: what a run on a CPU saves, to the byte.
@@ -151,7 +153,8 @@ def pipeline_costs(
     pace = pace_of(_multiplying(machine, dtype), efficiency, EFFICIENCY)
     ledger, mesh = (partial(Ledger, pace), None) if layout is None else _in_mesh(layout, machine, pace)
     count = partial(counted, ledger_of=ledger, optimizer_bytes=optimizer_bytes)
-    chain = counted_chain(build, count, kernels, default, mesh)
+    with _named():
+        chain = counted_chain(build, count, kernels, default, mesh)
     here = device_here() if profile else None
     if here is not None:
         spent = profiled_chain(build, default, here)
@@ -164,6 +167,22 @@ def pipeline_costs(
     link, profiled_on = Link(bandwidth=bandwidth), "" if here is None else here.type
     share = pace.efficiency
     return PipelineCosts(machine, share, stages, tuple(chain), link, optimizer_bytes, profiled_on)
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    """Name what of torch asks for memory in an error that comes out of its code."""
+    try:
+        yield
+    except CheckpointError as error:
+        cause, made = error.__cause__, torch.nn.parallel.DistributedDataParallel.__init__.__code__
+        if cause is not None and any(frame.f_code is made for frame, _ in walk_tb(cause.__traceback__)):
+            rule = "DistributedDataParallel sends parameters to other ranks, and they have no values there"
+            raise_fault(Fault(rule, "DistributedDataParallel(), or replicate()", "the plain module; or fully_shard()"))
+        if "aten._pin_memory" in str(cause):
+            rule, works = "memory is pinned where tensors have none", "CPUOffloadPolicy(pin_memory=False)"
+            raise_fault(Fault(rule, "pin_memory(), or CPUOffloadPolicy()", works))
+        raise
 
 
 def _multiplying(device: Device, dtype: str | None) -> Device:
