@@ -31,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_apart(options)
         _COMMANDS[options.command].run(options)
     except CheckpointError as error:
-        print(f"{parser.prog} {options.command}: error: {in_options(line(error))}", file=sys.stderr)
+        text = in_options(line(error), of_model=getattr(options, "target", None) is not None)
+        print(f"{parser.prog} {options.command}: error: {text}", file=sys.stderr)
         return 2
     return 0
 

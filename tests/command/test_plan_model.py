@@ -7,7 +7,7 @@ from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
-from torch import nn
+from torch import nn, ones
 
 from tests.command.lines import printed, refused
 from tests.slow import slow_but
@@ -153,6 +153,49 @@ def test_activations_alone_are_planned_without_device_memory(capsys):
     error = refused(capsys, *TINY, "--device-memory", "1kB")
     assert "works: --budget 60GB without --device-memory, to plan activations alone" in error
     printed(capsys, *TINY, "--budget", "60GB")
+
+
+def two_stages():
+    return [nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))) for _ in range(2)], ones(8, 4)
+
+
+TWO = ("plan", "tests.command.test_plan_model:two_stages", "--device", "h100")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "all"])
+@pytest.mark.parametrize("budget", ["1%", "1B", "1B,2B"])
+def test_the_budget_that_an_error_names_is_taken(capsys, schedule, budget):
+    call = (*TWO, "--schedule", schedule, "--microbatches", "4", "--budget")
+    (enough,) = re.findall(r"works: --budget (\S+) or more", refused(capsys, *call, budget))
+    assert re.fullmatch(r"\d{2,4}B", enough)
+    assert "step " in printed(capsys, *call, enough)
+
+
+def test_a_file_of_another_number_of_stages(capsys, tmp_path):
+    file = tmp_path / "order.csv"
+    file.write_text("\n".join(f"{rank}F0,{rank}B0" for rank in range(4)), encoding="utf-8")
+    error = refused(capsys, *TWO, "--csv", str(file), "--budget", "100%")
+    rule = "plan: error: the model has another number of stages than the file"
+    received = f"received: 2 stages of the model, 4 of {file}"
+    assert error.endswith(f"{rule}; {received}; works: a file of 2, or --schedule gpipe --microbatches 1")
+    assert "step " in printed(capsys, *TWO, "--schedule", "gpipe", "--microbatches", "1", "--budget", "100%")
+    file.write_text("0F0,0B0\n1F0,1B0\n", encoding="utf-8")
+    assert "step " in printed(capsys, *TWO, "--csv", str(file), "--budget", "100%")
+
+
+NUMBERS = [
+    (["--schedule", "1f1b"], "--schedule is given without --microbatches; works: --schedule 1f1b --microbatches 8"),
+    (["--schedule", "1f1b", "--microbatches", "999999"], "received: --microbatches 999999; works: --microbatches 5000"),
+    (["--schedule", "1f1b", "--microbatches", "4", "--ranks", "3"],
+     "received: 2 stages of the model --ranks 3; works: 3 stages of the model --ranks 3"),
+    (["--schedule", "zbv", "--microbatches", "4", "--ranks", "2"],
+     "received: 2 stages of the model --ranks 2; works: 4 stages of the model --ranks 2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "message"), NUMBERS)
+def test_no_option_says_the_stages_of_a_model(capsys, options, message):
+    assert message in refused(capsys, *TWO, *options, "--budget", "100%")
 
 
 def test_the_step_has_a_unit(capsys):

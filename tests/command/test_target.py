@@ -161,5 +161,19 @@ def test_arguments_of_functions_are_said_as_options(text, expected):
     assert in_options(text) == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("works: budget=896 or more, or fewer", "works: --budget 896B or more, or fewer"),
+        ("works: budget=853.5; received: 3", "works: --budget 853.5B; received: 3"),
+        ('works: budget="60GB", budget="50%", budget=6e10', "works: --budget 60GB, --budget 50%, --budget 6e10"),
+        ("works: --schedule 1f1b --stages 4 --microbatches 8", "works: --schedule 1f1b --microbatches 8"),
+        ("works: --stages 4 --ranks 2", "works: 4 stages of the model --ranks 2"),
+    ],
+)
+def test_a_plan_of_a_model_has_units_and_no_number_of_stages(text, expected):
+    assert in_options(text, of_model=True) == expected
+
+
 def test_files_that_are_not_the_same_may_be_written_together(tmp_path):
     check_apart(argparse.Namespace(svg=tmp_path / "a.svg", frontier=tmp_path / "b.svg", trace=None))

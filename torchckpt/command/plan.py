@@ -208,6 +208,10 @@ def _asked(options: argparse.Namespace, counted: Sequence[Stage] | None) -> tupl
     if counted is not None and options.csv is None:
         options.stages = len(counted)
     schedule = schedule_of_csv(options, "ranks", _MOST)
+    if counted is not None and schedule is not None and schedule.stages != len(counted):
+        received = f"{len(counted)} stages of the model, {schedule.stages} of {options.csv}"
+        works = f"a file of {len(counted)}, or --schedule gpipe --microbatches {schedule.micro_batches}"
+        raise Unusable(f"the model has another number of stages than the file; received: {received}; works: {works}")
     stages = counted or _stages(options, schedule.stages if schedule else options.stages)
     if schedule is None and options.schedule != _ALL:
         schedule = _schedule(options)

@@ -40,6 +40,11 @@ _OPTIONS = (
     (r"\bm=(\d+)", r"--microbatches \1"),
     (r"\bp=(\d+)", r"\1 ranks"),
 )
+_OF_MODEL = (
+    (r"\bbudget=(\d+(?:\.\d+)?)(?=[\s,;]|$)", r"--budget \1B"),
+    (r"--stages \d+ (?=--microbatches)", ""),
+    (r"--stages (\d+)", r"\1 stages of the model"),
+)
 _MODULE = "python -m torchckpt"
 
 
@@ -85,9 +90,9 @@ def given(options: argparse.Namespace, names: Iterable[str]) -> list[str]:
     return [written.get(name, f"--{name.replace('_', '-')}") for name in chosen]
 
 
-def in_options(text: str) -> str:
-    """``text`` with the command's options in place of the arguments of functions."""
-    for pattern, option in _OPTIONS:
+def in_options(text: str, *, of_model: bool = False) -> str:
+    """``text`` with the command's options in place of arguments of functions; ``of_model``: those of a model's plan."""
+    for pattern, option in (*_OF_MODEL * of_model, *_OPTIONS):
         text = re.sub(pattern, option, text)
     return text
 
