@@ -250,8 +250,7 @@ def static_of(stage: nn.Module, optimizer_bytes: float | None = None) -> dict[St
     sizes: dict[StorageWeakRef, Static] = {}
     reduced: set[StorageWeakRef] = set()
     for tensor in (*stage.parameters(), *stage.buffers()):
-        of_each = tensor.element_size()
-        state_bytes: float = 2 * max(_FLOAT32_BYTES, of_each) + _FLOAT32_BYTES * (of_each < _FLOAT32_BYTES)
+        state_bytes: float = 3 * _FLOAT32_BYTES if tensor.element_size() < _FLOAT32_BYTES else 2 * tensor.element_size()
         if optimizer_bytes is not None:
             state_bytes = optimizer_bytes
         state = gradient = 0.0
