@@ -82,12 +82,14 @@ def simulated():
     return printed_by("pipe/simulated.py", "--short")
 
 
+@pytest.mark.slow
 def test_steps_on_simulated_devices_take_what_the_model_says(simulated):
     off = simulated["measured over simulated, less 1"]
     assert len(off) == 8
     assert {name: share for name, share in off.items() if abs(share) > 0.07} == {}
 
 
+@pytest.mark.slow
 def test_recomputation_ahead_hides_what_the_model_says(simulated):
     for measured, on_paper in simulated["hidden, measured and simulated"].values():
         assert measured >= 0.9 * on_paper > 0
@@ -95,10 +97,12 @@ def test_recomputation_ahead_hides_what_the_model_says(simulated):
     assert simulated["ours / stock"]["GPipe"] < 0.95
 
 
+@pytest.mark.slow
 def test_devices_need_the_bytes_that_follow_from_the_sizes_of_their_stages(simulated):
     assert simulated["bytes other than predicted"] == []
 
 
+@pytest.mark.slow
 def test_replays_of_torchgpipes_graph_wait_for_the_stage_behind_and_ours_do_not(simulated):
     assert simulated["replays ahead"] == {
         "torchgpipe's graph": False,

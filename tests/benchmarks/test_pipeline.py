@@ -52,6 +52,7 @@ def test_gradients_are_equal_to_the_bit_without_checkpointing_with_torchs_and_wi
 
 
 @not_on_old_stages("two stages on one rank fail with gloo, which cannot send to itself")
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["interleaved zero bubble", "ZB-V", "DualPipeV"])
 def test_a_split_backward_recomputes_each_block_once(forwards, schedule):
     assert forwards[schedule]["none"] == [8, 8]

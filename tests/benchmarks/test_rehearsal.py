@@ -40,6 +40,7 @@ def test_a_benchmark_runs_to_its_end(tmp_path, name):
     assert FOUND[name] <= set(found[name])
 
 
+@pytest.mark.slow
 def test_a_benchmark_that_fails_is_named_and_what_others_measured_stays(tmp_path):
     file = tmp_path / f"{run.slug(TYPE)}.json"
     file.write_text(json.dumps({"overhead": {"rounds": 20}}))

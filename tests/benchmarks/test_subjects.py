@@ -8,6 +8,7 @@ from benchmarks.graph.short import SIZES
 
 
 @pytest.mark.accelerator
+@pytest.mark.slow
 def test_a_peak_does_not_miss_the_gradients_of_the_step_before(accelerator):
     found = exactness.count("mlp24", accelerator.type, SIZES["mlp24"], budgets=(0.75,))["rows"]["75%"]
     assert found["bit-equal"]
