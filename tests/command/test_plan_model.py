@@ -101,7 +101,9 @@ def test_the_device_has_the_memory(capsys, monkeypatch):
     same = json.loads(printed(capsys, *TINY, "--device-memory", "4MB", "--json"))["budget_bytes"]
     assert json.loads(printed(capsys, *TINY, "--json"))["budget_bytes"] == pytest.approx(same, abs=1)
     monkeypatch.setitem(DEVICES, "h100", replace(DEVICES["h100"], memory_bytes=1e6))
-    assert "received: 0 bytes, of which those of stage 0 take" in refused(capsys, *TINY)
+    error = refused(capsys, *TINY)
+    assert "received: 0 bytes that h100 leaves to tensors, of which those of stage 0 take" in error
+    assert "works: --budget 60GB, to plan activations alone" in error
 
 
 def test_what_does_not_fit_the_device_is_said_first(capsys, monkeypatch):

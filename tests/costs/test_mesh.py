@@ -150,7 +150,7 @@ DDP = (
 )
 PINNED = (
     r"memory is pinned where tensors have none\n  received: pin_memory\(\), or CPUOffloadPolicy\(\)\n"
-    r"  works:    CPUOffloadPolicy\(pin_memory=False\)"
+    r"  works:    tensors that are not pinned; of fully_shard\(\) CPUOffloadPolicy\(pin_memory=False\)"
 )
 
 

@@ -127,7 +127,7 @@ def test_the_description_has_the_flops_and_parameters_of_the_models_own_code():
 def test_a_device_without_a_number_that_is_needed(monkeypatch):
     bare = replace(H100, device=replace(H100.device, network=None))
     no_half = replace(H100, device=replace(H100.device, peak_flops={"float32": 1e12}))
-    with pytest.raises(ArgumentError, match="the device has no peak of bfloat16, in which jobs compute"):
+    with pytest.raises(ArgumentError, match="the device has no peak of bfloat16, which it computes in"):
         _ = no_half.peak
     with pytest.raises(ArgumentError, match="the device has no network, which says what collectives take"):
         bare.collective(Collective("all_gather", 1000000, 8, "tp", "forward"))

@@ -86,7 +86,8 @@ def model_faults(options: argparse.Namespace) -> None:
         raise Unusable(f"the model has no device; works: plan {options.target} --device h100{profile}")
     if options.budget is not None and options.device_memory is not None:
         raise Unusable("--budget and --device-memory are both given; works: --budget 60GB")
-    if options.budget is None and options.device_memory is None:
+    options.is_memory_of_device = options.budget is None and options.device_memory is None
+    if options.is_memory_of_device:
         options.device_memory = device_named(options.device).usable_bytes
 
 
@@ -110,6 +111,10 @@ def _holding(build: Callable[[], Any], options: argparse.Namespace) -> Callable[
     """``build``, which fails before anything is counted if a device of so much memory cannot hold a stage."""
     from torchckpt.costs.count import static_of
 
+    received, works = f"{options.device_memory or 0:.12g} bytes", "--budget 60GB without --device-memory"
+    if options.is_memory_of_device:
+        received, works = f"{received} that {options.device} leaves to tensors", "--budget 60GB"
+
     def built() -> Any:
         model = build()
         for number, stage in enumerate(model[0]):
@@ -117,9 +122,8 @@ def _holding(build: Callable[[], Any], options: argparse.Namespace) -> Callable[
             if static >= options.device_memory:
                 raise Unusable(
                     "the device is too small: parameters, gradients and optimizer state leave no memory; "
-                    f"received: {options.device_memory:.12g} bytes, of which those of stage {number} take "
-                    f"{static:.12g}; works: --budget 60GB without --device-memory, to plan activations alone; or more "
-                    "stages, or state that is sharded, such as --optimizer-bytes 12/64"
+                    f"received: {received}, of which those of stage {number} take {static:.12g}; works: {works}, "
+                    "to plan activations alone; or more stages, or state that is sharded, such as --optimizer-bytes 12/64"
                 )
         return model
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -31,6 +32,8 @@ Count: TypeAlias = Callable[[nn.Module, Callable[[], Any], Any, "Sequence[nn.Mod
 Mesh: TypeAlias = Callable[[], "AbstractContextManager[None]"]
 """Makes what is entered where ranks are not there."""
 
+_ONE_AT_A_TIME = threading.RLock()
+"""Who counts: settings of the whole process are others meanwhile."""
 _WORKS = "def stages(): return [first, second], tokens; or: return [first, second], tokens, loss"
 
 
@@ -85,6 +88,9 @@ def _each(chain: _Chain, count: Count[_T], children: Sequence[nn.Module] | None)
         blocks = None if children is None else [module for module in stage.modules() if module in set(children)]
         with _explained(index, chain, inputs):
             result, outputs = count(stage, call, inputs, blocks)
+        if not tensors_in(outputs):
+            works = "a stage that returns a tensor, or a tuple, list or dict of tensors"
+            _refuse("a stage returns no tensor that is seen", f"stage {index} returns {_kind(outputs)}", works=works)
         results.append(result)
         inputs = _handed_on(outputs)
     return results
@@ -109,11 +115,12 @@ def _environment(kernels: str, dtype: torch.dtype | None, mesh: Mesh | None) -> 
 def _without_onednn() -> Iterator[None]:
     """Its kernel of an LSTM saves a workspace that is not known without memory, and torch counts no FLOPs of it."""
     backend: Any = torch.backends.mkldnn
-    before, backend.enabled = backend.enabled, False
-    try:
-        yield
-    finally:
-        backend.enabled = before
+    with _ONE_AT_A_TIME:
+        before, backend.enabled = backend.enabled, False
+        try:
+            yield
+        finally:
+            backend.enabled = before
 
 
 @contextmanager

@@ -176,6 +176,8 @@ class _Others(TorchFunctionMode):
 
 def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     """A deep copy. Torch's own, of a tensor without memory, has another storage than its views."""
+    if not tensor.is_leaf:  # which torch refuses
+        return Tensor.__deepcopy__(tensor, memo)  # type: ignore[no-any-return, no-untyped-call]
     if id(tensor) not in memo:
         copy = tensor.detach().clone()
         is_parameter = isinstance(tensor, nn.Parameter)

@@ -73,9 +73,10 @@ class _ByKind:
         if flops and name in _PRODUCTS:
             first, second = args[_PRODUCTS[name] :][:2]
             product = Product(first.shape[-2], second.shape[-1], first.shape[-1], *first.shape[:-2])
-            return self.machine.product(product, dtype)
+            return self.machine.product(product, dtype, moved_bytes)
         if flops and name.startswith("_scaled_dot_product"):
-            return self._attention(flops, dtype, operator, args, kwargs)
+            least = self.machine.operation(0, moved_bytes, dtype)
+            return max(least, self._attention(flops, dtype, operator, args, kwargs))
         return self.machine.operation(flops, moved_bytes, dtype)
 
     def _attention(self, flops: int, dtype: str, operator: Any, args: Any, kwargs: Any) -> float:
@@ -83,7 +84,8 @@ class _ByKind:
         given = {**dict(zip((argument.name for argument in operator._schema.arguments), args)), **kwargs}
         is_backward = operator.overloadpacket.__name__.endswith("_backward")
         forward = flops / (2.5 if is_backward else 1) / (2 if given.get("is_causal") else 1)
-        return self.machine.attention(forward, "flash2", given["query"].shape[-2], dtype)[is_backward]
+        longer = max(given["query"].shape[-2], given["key"].shape[-2])
+        return self.machine.attention(forward, "flash2", longer, dtype)[is_backward]
 
     def part(self, seconds: float, kernels: int, beside: float) -> float:
         return self.machine.overlapped(self.machine.beside_host(seconds, kernels), beside)

@@ -2,10 +2,9 @@
 
 The problem: a plan needs costs, and a model that is worth planning needs machines before it can be measured. The
 answer: the stages are made and run, forwards and backwards, with tensors that have a shape and no memory. Bytes are
-those of a run, exactly; FLOPs are counted by torch's flop counter; seconds are the larger of what an operation computes
-and what it moves, by the data sheet of a device (:mod:`torchckpt.planning.device`), and the share of its peak that is
-believed to be reached. What eager mode runs is counted, one operation after the other: a compiler that fuses
-operations moves less.
+those of a run, exactly; FLOPs are counted by torch's flop counter; seconds are those of each operation by its kind and
+size (:mod:`torchckpt.costs.pace`). What eager mode runs is counted, one operation after the other: a compiler that
+fuses operations moves less.
 """
 from __future__ import annotations
 
@@ -111,8 +110,9 @@ def pipeline_costs(
     Inside of :func:`~torchckpt.costs.fake_mesh` the stages may be parallelized: tensor, sequence, context and expert
     parallelism, FSDP2. Then counts are those of one rank, with its collectives, and ``static_bytes`` has what FSDP2
     gathers at once. A collective takes seconds by the device's ``network``. A block waits for it. Those of FSDP2 start
-    ahead and run beside the block's work, which waits only for what they take longer. ``build`` is called twice there
-    if blocks are regions.
+    ahead and run beside the block's work, which waits for what they take longer, and is slower meanwhile
+    (:attr:`Rates.unhidden <torchckpt.planning.rates.Rates.unhidden>`). ``build`` is called twice there if blocks are
+    regions.
 
     >>> def stages():
     ...     first, second = (nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))) for _ in range(2))
@@ -180,7 +180,8 @@ def _named() -> Iterator[None]:
             rule = "DistributedDataParallel sends parameters to other ranks, and they have no values there"
             raise_fault(Fault(rule, "DistributedDataParallel(), or replicate()", "the plain module; or fully_shard()"))
         if "aten._pin_memory" in str(cause):
-            rule, works = "memory is pinned where tensors have none", "CPUOffloadPolicy(pin_memory=False)"
+            rule = "memory is pinned where tensors have none"
+            works = "tensors that are not pinned; of fully_shard() CPUOffloadPolicy(pin_memory=False)"
             raise_fault(Fault(rule, "pin_memory(), or CPUOffloadPolicy()", works))
         raise
 

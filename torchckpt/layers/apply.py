@@ -130,6 +130,8 @@ def checkpoint_layers(
             call. It says how much is enough. Of steps that begin alike and of which one fits: at a later call.
     """
     options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop, debug)
+    if isinstance(model, nn.Module):
+        _take_idle(model)
     if budget is None and device_memory is None and host is None and layers is not None:
         return PlannedLayers(*wrap_layers(model, layers, every, options))
     faults = list(_budget_faults(model, every, budget, device_memory, host))
@@ -140,7 +142,6 @@ def checkpoint_layers(
     steps = Steps(model, KnownSteps(tuple(chosen), Limit(budget, device_memory, host)))
     for number, layer in enumerate(chosen.values()):
         layer.__dict__[ENTER] = Enter(steps, number)
-    _take_idle(model)
     handles.append(model.register_forward_pre_hook(Begin(steps), with_kwargs=True))
     return PlannedLayers(chosen, handles, steps)
 

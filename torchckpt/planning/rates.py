@@ -82,7 +82,9 @@ class Product(NamedTuple):
 
 _TILES = ((256, 128, 1.0), (128, 128, 0.95), (64, 128, 0.8), (64, 64, 0.65))
 """The tiles of a product, and their rate: smaller ones read more."""
-_HALF, _BYTES = "bfloat16", {"bfloat16": 2, "float16": 2, "tf32": 4, "float32": 4, "float64": 8}
+_LEAST_PART = 512
+"""The least part of an inner dimension that is split."""
+_HALF = "bfloat16"
 _FP8 = 1.6
 """The rate of products in fp8, with the casts before them, relative to bf16."""
 
@@ -101,18 +103,27 @@ class Machine:
     rates: Rates
     fp8: bool = False
 
-    def product(self, work: Product, dtype: str = _HALF) -> float:
-        """Seconds of a product: whole tiles, in whole waves over the multiprocessors."""
-        rows, columns, inner, many = work
-        units = self.rates.units
-        tiles = ((rate, rows / x, columns / y) for x, y, rate in _TILES)
-        whole = max(
-            rate * _filled(down * across * many / units, ceil(ceil(down) * ceil(across) * many / units))
-            for rate, down, across in tiles
-        )
-        reached = self._peak(dtype) * self.rates.product * whole * inner / (inner + self.rates.inner)
-        seconds = max(work.flops / (reached * (_FP8 if self.fp8 else 1)), self.stream(_BYTES[dtype] * work.elements))
+    def product(self, work: Product, dtype: str = _HALF, moved_bytes: float | None = None) -> float:
+        """Seconds of a product: whole tiles, in whole waves over the multiprocessors.
+
+        Args:
+            moved_bytes: default: those of half precision.
+        """
+        whole = max(rate * self._share(work, *size) for *size, rate in _TILES)
+        reached = self._peak(dtype) * self.rates.product * whole
+        moved = 2 * work.elements if moved_bytes is None else moved_bytes
+        seconds = max(work.flops / (reached * (_FP8 if self.fp8 else 1)), self.stream(moved))
         return seconds + self.rates.kernel_seconds
+
+    def _share(self, work: Product, height: int, width: int) -> float:
+        """The share of the multiprocessors that compute, of the rate of a long inner dimension. Where tiles are few, that
+        dimension is split."""
+        down, across, units = work.rows / height, work.columns / width, self.rates.units
+        tiles = ceil(down) * ceil(across) * work.many
+        parts = max(1, min(units // tiles, work.inner // _LEAST_PART))
+        inner = work.inner / parts
+        filled = _filled(down * across * work.many * parts / units, ceil(tiles * parts / units))
+        return filled * inner / (inner + self.rates.inner)
 
     def operation(self, flops: float, moved_bytes: float, dtype: str) -> float:
         """Seconds of an operation of no known kind: a convolution, or what is bound by memory."""
@@ -129,7 +140,7 @@ class Machine:
     @property
     def peak(self) -> float:
         if "bfloat16" not in self.device.peak_flops:
-            rule, works = "the device has no peak of bfloat16, in which jobs compute", 'device="h100"'
+            rule, works = "the device has no peak of bfloat16, which it computes in", 'peak_flops={"bfloat16": 989e12}'
             raise_fault(Fault(rule, f"device={self.device.name!r}, with {', '.join(self.device.peak_flops)}", works))
         return self.device.peak_flops["bfloat16"]
 

@@ -138,7 +138,7 @@ function show({ answer, request, seconds }) {
   $("heading").focus();
 }
 
-function start() {
+function start(asks) {
   isReady = false;
   busy(true);
   worker = new Worker(new URL("./worker.js", import.meta.url), { type: "module" });
@@ -150,7 +150,7 @@ function start() {
       isReady = true;
       $("progress").textContent = "Ready.";
       busy(false);
-      ask(new URLSearchParams(location.hash.slice(1)).has("search"));
+      if (asks) ask(new URLSearchParams(location.hash.slice(1)).has("search"));
     }
   };
 }
@@ -166,10 +166,10 @@ function stop() {
   }
   worker.terminate();
   location.hash = "";
-  start();
+  start(false);
   $("progress").textContent = "Stopped.";
 }
 
 $("stop").addEventListener("click", stop);
 drawFields(await (await fetch(new URL("./choices.json", import.meta.url))).json());
-start();
+start(true);

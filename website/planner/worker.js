@@ -8,9 +8,9 @@ from torchckpt.__main__ import main
 class Progress(io.StringIO):
     def write(self, text):
         if text.startswith("search:"):
-            say(text.strip())
             if is_stopped():
                 raise KeyboardInterrupt
+            say(text.strip())
         return super().write(text)
 
 def run(arguments):
