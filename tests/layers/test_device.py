@@ -130,3 +130,101 @@ def test_out_of_memory_in_a_step_that_recomputes_everything(accelerator):
     with torchckpt.checkpoint_layers(model, "layers.*", budget="70%"):
         with pytest.raises(torch.OutOfMemoryError, match="the step recomputes every chosen layer"):
             step(model, x)
+
+
+class Collecting(Wide):
+    """Collects garbage in its first forward, as Python does when it likes."""
+
+    has_collected = False
+
+    def forward(self, x):
+        if not self.has_collected:
+            self.has_collected = True
+            gc.collect()
+        return super().forward(x)
+
+
+def old_loss(accelerator):
+    """Holds the graph of a model that is gone, so its weights."""
+    model = Model([Wide(16, 512) for _ in range(6)]).to(accelerator)
+    loss = model(torch.randn(8, 64, 16, device=accelerator)).square().mean()
+    loss.backward()
+    return loss
+
+
+def unused_loss(accelerator):
+    """Holds the graph of a forward without a backward, so what it saves."""
+    return Model([Wide(16, 512)]).to(accelerator)(torch.randn(8, 64, 16, device=accelerator)).square().mean()
+
+
+def garbage(accelerator):
+    circle = [torch.empty(2**20, device=accelerator)]
+    circle.append(circle)
+
+
+@pytest.mark.parametrize("frees_in", [0, 2])
+@pytest.mark.parametrize("made", [old_loss, unused_loss, garbage])
+def test_a_counted_step_that_frees_what_others_made(accelerator, made, frees_in):
+    """The first and the third step are counted. The variable of the loop holds the old loss until the new one is there.
+    """
+    gc.collect()
+    gc.disable()
+    try:
+        model = Model([Collecting(16, 64) for _ in range(6)]).to(accelerator)
+        x = torch.randn(8, 64, 16, device=accelerator)
+        most = [step(model, x)[0] for _ in range(2)][-1]
+        loss = None
+        with torchckpt.checkpoint_layers(model, "layers.*", budget=int(0.7 * most)) as handle:
+            for number in range(7):
+                if number == frees_in:
+                    loss = made(accelerator)
+                    model.layers[0].has_collected = False
+                torch.accelerator.synchronize()
+                before = torch.accelerator.memory_allocated()
+                torch.accelerator.reset_peak_memory_stats()
+                loss = model(x).square().mean()
+                loss.backward()
+                torch.accelerator.synchronize()
+                if number not in (0, 2):  # in which the peak is reset
+                    assert torch.accelerator.max_memory_allocated() - before <= 0.7 * most
+                model.zero_grad()
+            assert 0 < len(handle.plan.kept) < 6
+            assert handle.report().measured_peak_bytes == pytest.approx(handle.plan.peak_bytes, rel=0.02)
+    finally:
+        gc.enable()
+
+
+def counted(model, given):
+    """How many steps are counted until there is a plan."""
+    with torchckpt.checkpoint_layers(model, "layers.*", budget="95%") as handle:
+        for number in range(6):
+            model(given()).square().mean().backward()
+            if handle.plan is not None:
+                return number
+            model.zero_grad()
+    return None
+
+
+def test_inputs_that_nobody_holds_are_no_loss(accelerator):
+    model = Model([Wide(16, 64) for _ in range(6)]).to(accelerator)
+    assert counted(model, lambda: torch.randn(64, 64, 16, device=accelerator)) == 1
+
+
+def test_steps_that_free_as_much_each_time_have_a_plan(accelerator):
+    """As where a generator is in front of the model: the backward frees what it had saved before."""
+    model = Model([Wide(16, 64) for _ in range(6)]).to(accelerator)
+    before = Wide(16, 1024).to(accelerator)
+    assert counted(model, lambda: before(torch.randn(64, 64, 16, device=accelerator))) == 2
+
+
+def test_gradients_that_are_views_of_buckets_from_before_are_not_made(accelerator):
+    """As those of DistributedDataParallel with gradient_as_bucket_view=True."""
+    model = Model([Wide(16, 64) for _ in range(6)]).to(accelerator)
+    for parameter in model.parameters():
+        bucket = torch.zeros(2, *parameter.shape, device=accelerator)
+
+        def view(parameter, bucket=bucket):
+            parameter.grad = bucket[0].copy_(parameter.grad)
+
+        parameter.register_post_accumulate_grad_hook(view)
+    assert counted(model, lambda: torch.randn(1, 8, 16, device=accelerator)) == 1

@@ -5,6 +5,7 @@ allocator that counts, it is asked. Elsewhere operators are watched, by a mode u
 """
 from __future__ import annotations
 
+import gc
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -23,7 +24,7 @@ from torchckpt.measuring.inputs import Inputs
 from torchckpt.measuring.live import Watch
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.devices import Clock
-from torchckpt.regions.live import LiveStorages
+from torchckpt.regions.live import LiveStorages, allocator_of
 from torchckpt.regions.moved.region import LEAST_BYTES
 from torchckpt.regions.moved.slot import stays
 from torchckpt.regions.private import after_backward, put_under_modes
@@ -79,13 +80,16 @@ class Counter:
     Args:
         looks: whether operators may be watched. If not, and the device has no allocator that counts, only what autograd
             keeps of the calls counts.
-        gathered: parameters that count, though they are there already.
+        inputs, gathered: what the first call is given, and parameters that count, though they are there already.
     """
 
     def __init__(
-        self, device: torch.device, looks: bool, model: nn.Module, gathered: Sequence[nn.Parameter] = ()
+        self, device: torch.device, looks: bool, model: nn.Module, inputs: Any, gathered: Sequence[nn.Parameter] = ()
     ) -> None:
-        self._live, self._clock, self._watch = LiveStorages(device, looks), Clock(device), Watch()
+        if allocator_of(device):
+            gc.collect()  # what is freed in the middle of the step would count as freed by it
+        self._live, self._clock = LiveStorages(device, looks, model.parameters(), inputs), Clock(device)
+        self._watch, self.lost_bytes = Watch(), 0
         self._is_blind = not looks and not self._live.allocator
         self._moments: list[Moment] = []
         self._noted: dict[int, dict[Any, int]] = {}
@@ -234,6 +238,8 @@ class Counter:
 
     def _ended(self) -> None:
         self._is_in_backward = False
+        model = self._model()
+        self.lost_bytes = 0 if model is None else self._live.lost(model.parameters())
         self._note(Kind.END)  # what comes now is of the step if another backward of it does
 
 

@@ -30,7 +30,7 @@ from torchckpt.layers.count import Counter
 from torchckpt.layers.known import CALLER, KnownStep, KnownSteps, measured
 from torchckpt.layers.plan import LayersPlan, Wish
 from torchckpt.layers.step import MOST_CALLS, PLAIN, Step
-from torchckpt.measuring.remembered import SHOWN
+from torchckpt.measuring.remembered import SHOWN, Discarded
 from torchckpt.measuring.shapes import ModelSettings, Shapes, shapes_of
 from torchckpt.modules import is_compiled
 from torchckpt.planning import Kind
@@ -91,6 +91,7 @@ class Steps:
     def __init__(self, model: nn.Module, known: KnownSteps) -> None:
         self._model, self._known = weakref.ref(model), known
         self._settings = ModelSettings(model)
+        self._discarded = Discarded()
         self._uncertain: dict[Shapes, _Uncertain] = {}
         """By what steps begin with that may be others than known ones."""
         self.step: Step | None = None
@@ -134,7 +135,7 @@ class Steps:
             self._unseen = 0 if step is None or step.calls else self._unseen + 1
             if self._unseen == _UNSEEN:
                 warnings.warn(f"{CALLER}: {_NOT_SEEN}", stacklevel=3)
-            step = self._begin((shapes,), device)
+            step = self._begin((shapes,), device, (args, kwargs))
         step.model = shapes
 
     def run(self, layer: int, module: nn.Module, function: Function, args: Any, kwargs: Any, options: Options) -> Any:
@@ -145,7 +146,7 @@ class Steps:
         if step is None or step.has_ended:
             device = _device_of(module, args, kwargs)
             settings = self._settings_on(device)
-            step = self._begin((settings, *own), device)
+            step = self._begin((settings, *own), device, (args, kwargs))
             step.model = settings
         if step.thread != threading.get_ident() or step.calls == MOST_CALLS:
             return run(function, args, kwargs, options)
@@ -167,8 +168,8 @@ class Steps:
         settings = self._settings.now(device.type)
         return (*settings, self._settings.has_gradients) if self._known.tells_gradients else settings
 
-    def _begin(self, first: Shapes, device: torch.device) -> Step:
-        """Begin a step whose first call has these shapes, or begins with them."""
+    def _begin(self, first: Shapes, device: torch.device, inputs: Any) -> Step:
+        """Begin a step whose first call has these shapes, or begins with them, and is given ``inputs``."""
         self._close()
         leave_modes()  # an evaluation in inference mode could not
         uncertain = self._uncertain.get(first)
@@ -180,7 +181,7 @@ class Steps:
             self._followed = known[-1]  # until it is clear which one it is
         shown = 1 if known and known[0].is_foretold else SHOWN
         is_counted = is_learned or (len(known) == 1 and known[0].steps + 1 == shown)
-        counter = self._counter(device) if is_counted else None
+        counter = self._counter(device, inputs) if is_counted else None
         has_gradients = is_learned and self._settings.has_gradients
         self.step = Step(first, device, known, counter, is_learned, has_gradients, agreed, self._known)
         plan = known[0].plan if len(known) == 1 else None
@@ -198,7 +199,7 @@ class Steps:
             self._agreement = Agreement(self._groups, device, self._known)
         return None if self._agreement is None else self._agreement.kept
 
-    def _counter(self, device: torch.device) -> Counter | None:
+    def _counter(self, device: torch.device, inputs: Any) -> Counter | None:
         model = self._model()
         if device.type == "meta":
             self._known.warn(_ON_META)
@@ -206,7 +207,7 @@ class Steps:
         if model is None:
             return None
         looks = not any(is_compiled(module) or COMPILED in module.__dict__ for module in model.modules())
-        return Counter(device, looks, model, self._settings.gathered)
+        return Counter(device, looks, model, inputs, self._settings.gathered)
 
     def _close(self) -> None:
         """Learn from the step that has ended."""
@@ -230,6 +231,10 @@ class Steps:
         if not counter.groups <= self._groups:
             self._groups, self._agreement = self._groups | counter.groups, None
         if not counter.is_complete or not 0 < step.calls < MOST_CALLS:
+            return
+        if self._discarded.discards(tuple(step.key), [counter.peak_bytes], [counter.lost_bytes]):
+            if ran is not None:
+                ran.steps -= 1  # so that the next one is counted
             return
         if not step.is_learned:
             if ran is not None:

@@ -50,8 +50,8 @@ class Watch(DispatchMode):
 class LiveBytes(LiveStorages):
     """Counts what is alive in each action of a step."""
 
-    def __init__(self, device: torch.device, looks: bool = True) -> None:
-        super().__init__(device, looks)
+    def __init__(self, device: torch.device, looks: bool = True, *step: Any) -> None:
+        super().__init__(device, looks, *step)
         self._action: Action | None = None
         self._entered_bytes = 0.0
         self._pieces: list[Piece] = []

@@ -5,9 +5,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-__all__ = ["LESS", "NEAR", "SHOWN", "Followed", "Remembered", "digest"]
+__all__ = ["LESS", "NEAR", "SHOWN", "Discarded", "Followed", "Remembered", "digest"]
 
 LESS = 0.9
 """After the device was out of memory, the share of its budget that a plan may use."""
@@ -30,6 +30,19 @@ class Remembered(OrderedDict[Key, Value]):
         super().__setitem__(key, value)
         while len(self) > _MOST:
             self.popitem(last=False)
+
+
+class Discarded(Remembered[Any, float]):
+    """By step, the bytes from before it that it had freed, as the graph of an old loss, when a count of it was thrown
+    away: where others like it free none, they take more."""
+
+    def discards(self, key: Any, peak_bytes: Sequence[float], lost_bytes: Sequence[float]) -> bool:
+        """Whether to throw away a count, with these bytes of each rank; not if its step frees as much each time."""
+        is_much = any(lost > 0.01 * abs(peak) for peak, lost in zip(peak_bytes, lost_bytes))
+        if not is_much or sum(lost_bytes) >= self.get(key, float("inf")) / 2:
+            return False
+        self[key] = sum(lost_bytes)
+        return True
 
 
 @dataclass

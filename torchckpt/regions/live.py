@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -26,12 +26,13 @@ class LiveStorages(DispatchMode):
     Args:
         looks: whether to watch operators. Compiled code would not run compiled while operators are watched; with False
             every storage counts as made here.
+        parameters, inputs: of the step that begins, for :meth:`lost`.
     """
 
     supports_higher_order_operators = True
     """Else torch refuses to run ``torch.cond`` and the like while it is entered."""
 
-    def __init__(self, device: torch.device, looks: bool = True) -> None:
+    def __init__(self, device: torch.device, looks: bool = True, parameters: Any = (), inputs: Any = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # likewise
         self.looks = looks
         self._made: dict[StorageWeakRef, int] = {}
@@ -39,6 +40,8 @@ class LiveStorages(DispatchMode):
         self._device = device
         self.allocator = allocator_of(device)
         self._before_bytes = self.allocator.memory_allocated(device) if self.allocator else 0
+        self._gradient_bytes = self._bytes_of_gradients(parameters)
+        self._inputs = storages_of(each for each in tensors_in(inputs) if each.device == device)
 
     def watching(self) -> AbstractContextManager[object]:
         """Inside the block operators are watched, if they may be."""
@@ -79,6 +82,16 @@ class LiveStorages(DispatchMode):
             return int(self.allocator.max_memory_allocated(self._device)) - self._before_bytes
         self._look()
         return self._highest_bytes
+
+    def lost(self, parameters: Iterable[Tensor]) -> int:
+        """After a step: what it freed from before it, beside its inputs, less what it leaves beside gradients."""
+        freed = sum(size for storage, size in self._inputs.items() if bytes_now(storage) is None)
+        lost = self._bytes_of_gradients(parameters) - self._gradient_bytes - freed - self.now()
+        return max(0, lost) if self.allocator else 0
+
+    def _bytes_of_gradients(self, parameters: Iterable[Tensor]) -> int:
+        found = [each.grad for each in parameters if each.grad is not None and each.device == self._device]
+        return bytes_of(each for each in found if each._base is None)  # those of DDP are views of its buckets
 
     def note(self, tree: Any, besides: Any = None) -> None:
         """Count the storages in ``tree`` that are not known, and not in ``besides``, as made here."""

@@ -5,6 +5,7 @@ that is under all others of the thread while the step lasts: each counts for the
 """
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -44,6 +45,7 @@ class Counted(NamedTuple):
     """The actions that were reached, with the replays apart."""
     levels: list[dict[Action, Level]]
     """The bytes in each action, beyond those before the step; empty if they are not known."""
+    lost_bytes: Sequence[float] = ()  # from before the step, which has freed them
 
     @property
     def peak_bytes(self) -> list[float]:
@@ -75,7 +77,7 @@ class Count:
 
     Args:
         watch: the mode of the pipe.
-        schedule: its ranks, each of which has stages on one device.
+        schedule, inputs: its ranks, each of which has stages on one device; and what the step is given.
         counts_blocks: whether what a visit of each stage saves is counted by block. All blocks are recomputed then.
         in_graph: whether one backward has all micro-batches. Then autograd adds up their gradients beside those that
             are there, so these do not count as if the step made them. Nor do they in a step of a plan, which is shown
@@ -88,6 +90,7 @@ class Count:
         watch: Watch,
         schedule: Schedule,
         stages: Sequence[Stage],
+        inputs: Any,
         counts_blocks: bool,
         in_graph: bool,
         learn: Callable[[Counted | None], None],
@@ -99,7 +102,10 @@ class Count:
         looks = all(device.type == "cpu" for device in devices) and not any(map(is_compiled, modules))
         parameters = {stage.number: [x for owner in stage.modules for x in owner.parameters()] for stage in stages}
         self._gradient_bytes = gradient_bytes(parameters) if counts_blocks and not in_graph else {}
-        self._live = [LiveBytes(device, looks) for device in devices]
+        self._parameters = [parameter for own in parameters.values() for parameter in own]
+        if not looks:
+            gc.collect()  # what is freed in the middle of the step would count as freed by it
+        self._live = [LiveBytes(device, looks, self._parameters, inputs) for device in devices]
         self._watch, self._learn, self._in_graph = watch, learn, in_graph
         if looks:
             put_under_modes(watch)
@@ -166,7 +172,8 @@ class Count:
         levels = [with_gradients(live.levels, self._gradient_bytes) for live in self._live]
         seconds = {stage: replays for record in self._records for stage, replays in record.replay_seconds().items()}
         blocks = (with_seconds(saved.stage, seconds.get(stage, {})) for stage, saved in self._saved.items())
-        self._learn(Counted(tuple(blocks), [record.spans()[-1] for record in self._records], levels))
+        lost = [live.lost(self._parameters) for live in self._live]
+        self._learn(Counted(tuple(blocks), [record.spans()[-1] for record in self._records], levels, lost))
 
     def cut(self) -> None:
         """Count no further. Of a step that has not ended nothing is learned: the rest of it may take more."""

@@ -2,8 +2,8 @@
 
 [1] A step that is not known recomputes every block, and is counted. [2] When the next one of its shape begins the plan
 is made, which is followed from then on. [3] The second step of a plan is counted, too. If it takes more than its
-budget, the plan is made again. [4] A count that something else disturbs before its step has ended, such as another
-forward or the backward of one, is thrown away, and the next step of its shape is counted.
+budget, the next one is as in [1], for a plan with less. [4] A count that something else disturbs before its step has
+ended, such as another forward or the backward of one, is thrown away, and the next step of its shape is counted.
 """
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from torchckpt.errors import BudgetInfeasible, CheckpointError
 from torchckpt.measuring.live import Watch
-from torchckpt.measuring.remembered import LESS, SHOWN, Followed, Remembered
+from torchckpt.measuring.remembered import LESS, SHOWN, Discarded, Followed, Remembered
 from torchckpt.measuring.shapes import ModelSettings, shapes_of
 from torchckpt.pipe.budget.count import Count, Counted
 from torchckpt.pipe.budget.plan import fit, graph_order, parts_of, placement_of, step_order
@@ -56,6 +56,7 @@ class _Known(Followed[Fitted]):
     """How many backwards one after the other were no whole step."""
     shown: tuple[Fitted, Counted] | None = None
     """The last plan of which a step was counted, and that step."""
+    discarded: Discarded = field(default_factory=Discarded)
 
     def begins(self, budget: Bytes, order: Schedule, lookahead: int | None) -> bool:
         """Make the plan if there is none. Returns whether the step is counted."""
@@ -73,6 +74,8 @@ class _Known(Followed[Fitted]):
             self.tries += self.counted is None
             return
         self.tries = 0
+        if self.discarded.discards((), counted.peak_bytes, counted.lost_bytes):
+            return  # and the next one is counted
         if counted.blocks:
             self.counted = counted
         elif self.plan is not None:
@@ -80,6 +83,7 @@ class _Known(Followed[Fitted]):
             self.shown = fitted, counted
             if fitted.plan.recomputed_share < 1.0:
                 self.took_bytes(counted.peak_bytes, fitted.budget_bytes)
+                self.counted = self.counted if self.plan else None  # which does not show what steps take
 
 
 class Within:
@@ -165,7 +169,8 @@ class Within:
         if known.tries >= _TRIES:
             self._warn(_NOT_COUNTED)
         if is_counted:
-            count = self._count = Count(self._watch, order.schedule, stages, plan is None, in_graph, known.learn)
+            given = self._watch, order.schedule, stages, list(batches), plan is None, in_graph
+            count = self._count = Count(*given, known.learn)
         return Following(order, in_graph, blocks, plan, count, options)
 
     def returned(self, outputs: Any) -> None:
