@@ -1,6 +1,9 @@
 """Seconds and bytes of stages, from what was counted; and wrong calls."""
 from __future__ import annotations
 
+import threading
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -156,6 +159,25 @@ def test_a_container_ends_a_stage_as_a_tensor_does(give):
         return lambda: ([Gives(give), Gives(give)], vector(), lambda y: tensors_in(y)[0].sum())
 
     assert pipeline_costs(build(give), "h100").counted == pipeline_costs(build(lambda x: x), "h100").counted
+
+
+def test_a_stage_whose_tensors_are_not_seen_is_refused():
+    @dataclass
+    class Output:
+        x: Tensor
+
+    said = r"a stage returns no tensor that is seen\n  received: stage 0 returns Output\n  works:    a stage that"
+    with pytest.raises(ArgumentError, match=said):
+        pipeline_costs(lambda: ([Gives(Output), Mlp()], vector()), "h100")
+
+
+def test_threads_count_one_after_the_other():
+    threads = [threading.Thread(target=pipeline_costs, args=(linears, "h100")) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.backends.mkldnn.enabled
 
 
 def test_an_lstm_has_its_flops():

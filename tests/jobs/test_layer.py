@@ -97,8 +97,16 @@ def test_products_reach_less_when_they_are_small_or_skinny():
     large = rate(8192, 8192, 8192)
     assert 0.5 < large < H100.rates.product
     assert rate(8192, 8192, 256) < 0.6 * large
-    assert rate(256, 256, 8192) < 0.2 * large
+    assert rate(256, 256, 256) < 0.2 * large
+    assert rate(256, 256, 8192) < 0.4 * large
     assert replace(H100, fp8=True).product(Product(8192, 8192, 8192)) < H100.product(Product(8192, 8192, 8192))
+
+
+def test_a_long_inner_dimension_is_split_where_tiles_are_few():
+    """The gradient of the weight of a narrow layer takes what reading both factors takes."""
+    long = Product(96, 384, 400_000)
+    assert H100.product(long) == pytest.approx(H100.stream(2 * long.elements), rel=0.1)
+    assert H100.product(long) < 1.1 * H100.product(Product(400_000, 384, 96))
 
 
 def test_a_replay_that_stops_early_leaves_out_the_last_product():

@@ -123,7 +123,7 @@ def _holding(build: Callable[[], Any], options: argparse.Namespace) -> Callable[
                 raise Unusable(
                     "the device is too small: parameters, gradients and optimizer state leave no memory; "
                     f"received: {received}, of which those of stage {number} take {static:.12g}; works: {works}, "
-                    "to plan activations alone; or more stages, or state that is sharded, such as --optimizer-bytes 12/64"
+                    "to plan activations alone; or more stages, or sharded state, such as --optimizer-bytes 12/64"
                 )
         return model
 

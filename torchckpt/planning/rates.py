@@ -116,8 +116,8 @@ class Machine:
         return seconds + self.rates.kernel_seconds
 
     def _share(self, work: Product, height: int, width: int) -> float:
-        """The share of the multiprocessors that compute, of the rate of a long inner dimension. Where tiles are few, that
-        dimension is split."""
+        """The share of the multiprocessors that compute, at the rate of the inner dimension. Where tiles are few, that
+        is split."""
         down, across, units = work.rows / height, work.columns / width, self.rates.units
         tiles = ceil(down) * ceil(across) * work.many
         parts = max(1, min(units // tiles, work.inner // _LEAST_PART))
