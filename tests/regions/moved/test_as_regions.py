@@ -11,6 +11,7 @@ import torch
 from tests.helpers import assert_equal, assert_transparent, plain, total
 from tests.regions.autograd import test_backward, test_in_place, test_outputs, test_split_backward
 from tests.regions.autograd.test_split_backward import Stage
+from tests.slow import slow
 from tests.test_transparency import Program, inputs
 
 OF_REPLAYS = {
@@ -44,7 +45,7 @@ def test_weight_halves_of_several_micro_batches_in_any_order(call, device, order
     assert_equal(gradients_of(call), gradients_of(plain))
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", [*range(25), *slow(range(25, 50))])
 def test_program(call, device, seed):
     torch.manual_seed(seed)
     program = Program(seed).to(device)
