@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torchckpt.command.shared import Unusable, amount, given, in_options, line, size, state_bytes
 from torchckpt.command.target import stages_at
 from torchckpt.errors import ArgumentError
-from torchckpt.planning.device import DEVICES, device_named
+from torchckpt.planning.device import DEVICES, device_named, left_to_tensors
 
 if TYPE_CHECKING:
     from torchckpt.costs import PipelineCosts
@@ -88,7 +88,7 @@ def model_faults(options: argparse.Namespace) -> None:
         raise Unusable("--budget and --device-memory are both given; works: --budget 60GB")
     options.is_memory_of_device = options.budget is None and options.device_memory is None
     if options.is_memory_of_device:
-        options.device_memory = device_named(options.device).usable_bytes
+        options.device_memory = max(0.0, left_to_tensors(device_named(options.device).memory_bytes))
 
 
 def model_costs(options: argparse.Namespace) -> PipelineCosts:
@@ -111,7 +111,9 @@ def _holding(build: Callable[[], Any], options: argparse.Namespace) -> Callable[
     """``build``, which fails before anything is counted if a device of so much memory cannot hold a stage."""
     from torchckpt.costs.count import static_of
 
-    received, works = f"{options.device_memory or 0:.12g} bytes", "--budget 60GB without --device-memory"
+    if options.device_memory is None:
+        return build
+    received, works = f"{options.device_memory:.12g} bytes", "--budget 60GB without --device-memory"
     if options.is_memory_of_device:
         received, works = f"{received} that {options.device} leaves to tensors", "--budget 60GB"
 
@@ -127,7 +129,7 @@ def _holding(build: Callable[[], Any], options: argparse.Namespace) -> Callable[
                 )
         return model
 
-    return build if options.device_memory is None else built
+    return built
 
 
 def _device(text: str) -> str:

@@ -31,7 +31,7 @@ from torchckpt.command.shared import (
 from torchckpt.command.target import CONTRACT
 from torchckpt.errors import ArgumentError
 from torchckpt.planning.budget import DeviceMemory, read
-from torchckpt.planning.device import BUFFERS, MARGIN, device_named
+from torchckpt.planning.device import device_named, left_to_tensors
 from torchckpt.planning.draw.units import units_of_bytes
 from torchckpt.planning.order.schedule import Schedule
 from torchckpt.planning.order.schedules import named_schedule
@@ -139,7 +139,7 @@ def _over_device(plan: PipelinePlan, options: argparse.Namespace) -> str:
         return ""
     device, units = device_named(options.device), units_of_bytes(max(plan.problem.budget_bytes))
     memory = options.device_memory or device.memory_bytes
-    other = 0.0 if options.device_memory else MARGIN * memory + BUFFERS
+    other = 0.0 if options.device_memory else memory - left_to_tensors(memory)
     totals = [static + peak for static, peak in zip(plan.static_bytes, plan.peak_bytes)]
     rank = max(range(len(totals)), key=totals.__getitem__)
     if totals[rank] + other <= memory:

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -76,7 +76,7 @@ class Counted:
 class _Forward(Parts):
     """Data about a stage, collected during its forward."""
 
-    def __init__(self, ledger: Ledger, static: Collection[StorageWeakRef]) -> None:
+    def __init__(self, ledger: Ledger, static: Set[StorageWeakRef]) -> None:
         super().__init__()
         self.ledger = ledger
         self.changing: set[int] = set()  # blocks that change what they are given

@@ -1,10 +1,10 @@
 """Operation: FLOPs and moved bytes of operator calls, counted from their shapes, by part of a stage and by phase."""
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
@@ -78,7 +78,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
     def __init__(self, pace: Pace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self._pace = pace
-        self.watched: Collection[StorageWeakRef] = ()
+        self.watched: Set[StorageWeakRef] = frozenset()
         """Storages of parameters and buffers."""
         self.gathered: set[StorageWeakRef] = set()
         self.gathered_bytes = 0
@@ -95,12 +95,12 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
         self.users: dict[StorageWeakRef, int] = {}
         """The part that read each storage: the first one that is not before the blocks, where FSDP2 pads all shares."""
 
-    def __torch_dispatch__(self, called: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        outputs = called(*args, **kwargs)
+        outputs = operator(*args, **kwargs)
         if self.phase is not None:
-            work = work_of(called, args, kwargs, outputs)
-            seconds = self._pace.call(work, called, args, kwargs)
+            work = work_of(operator, args, kwargs, outputs)
+            seconds = self._pace.call(work, operator, args, kwargs)
             self.add(Done(seconds, int(work.moved_bytes > 0), work.flops, work.moved_bytes))
         if self.phase == FORWARD:
             self._look((args, kwargs), outputs)
@@ -115,7 +115,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
     def add(self, done: Done) -> None:
         """Count what runs now."""
         for phase in self.phases:
-            self._done[phase, self.part] = Done(*map(operator.add, self._done[phase, self.part], done))
+            self._done[phase, self.part] = Done(*map(add, self._done[phase, self.part], done))
 
     def done(self, phase: str, part: int) -> Done:
         """What a phase does in a part; its seconds are those of the whole, with all that runs beside its operators."""
@@ -180,9 +180,8 @@ def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
         return Tensor.__deepcopy__(tensor, memo)  # type: ignore[no-any-return, no-untyped-call]
     if id(tensor) not in memo:
         copy = tensor.detach().clone()
-        is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(copy, tensor.requires_grad) if is_parameter else copy
-        memo[id(tensor)].requires_grad_(tensor.requires_grad)
+        as_was: Any = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor.requires_grad_
+        memo[id(tensor)] = as_was(copy, tensor.requires_grad)
     return memo[id(tensor)]  # type: ignore[no-any-return]
 
 

@@ -63,7 +63,7 @@ class ParallelLedger(Ledger):  # type: ignore[no-untyped-call]  # untyped in tor
         if operator is not torch.ops.aten.copy_.default or args[0].dim() != 1:
             return False
         target, source = (set(storages_in(side)) for side in args[:2])
-        return any(key in self.watched for key in source) and not any(key in self.watched for key in target)
+        return not self.watched.isdisjoint(source) and self.watched.isdisjoint(target)
 
     def saved(self) -> None:
         super().saved()

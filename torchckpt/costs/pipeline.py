@@ -165,8 +165,7 @@ def pipeline_costs(
         raise_fault(Fault(rule, f"{len(stages)} stages without any", "torchckpt.checkpoint(block, x)"))
     bandwidth = machine.link_bytes_per_second if link_bytes_per_second is None else link_bytes_per_second
     link, profiled_on = Link(bandwidth=bandwidth), "" if here is None else here.type
-    share = pace.efficiency
-    return PipelineCosts(machine, share, stages, tuple(chain), link, optimizer_bytes, profiled_on)
+    return PipelineCosts(machine, pace.efficiency, stages, tuple(chain), link, optimizer_bytes, profiled_on)
 
 
 @contextmanager

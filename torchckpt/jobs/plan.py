@@ -14,7 +14,7 @@ from torchckpt.jobs.job import Job
 from torchckpt.jobs.layout import Layout
 from torchckpt.jobs.memory import RankMemory, memory_of
 from torchckpt.planning.budget import Budget, enough, read, trouble, whole
-from torchckpt.planning.device import BUFFERS, MARGIN
+from torchckpt.planning.device import BUFFERS, MARGIN, left_to_tensors
 from torchckpt.planning.draw.canvas import STYLE, Axis, Canvas
 from torchckpt.planning.draw.units import aligned, percent
 from torchckpt.planning.plan.away import bound_seconds
@@ -253,7 +253,7 @@ def _device_bytes(rank: RankMemory) -> float:
 
 def rooms(job: Job, device_bytes: float) -> list[float]:
     """The bytes of each rank that are left for activations."""
-    return [device_bytes * (1 - MARGIN) - BUFFERS - rank.total for rank in memory_of(job, [0.0] * job.layout.pp)]
+    return [left_to_tensors(device_bytes) - rank.total for rank in memory_of(job, [0.0] * job.layout.pp)]
 
 
 def least_planned(job: Job, device_bytes: float, host: Host | None, is_quick: bool) -> float:

@@ -9,12 +9,17 @@ from typing import Any
 
 from torchckpt.errors import Fault, called, raise_fault
 
-__all__ = ["BUFFERS", "DEVICES", "MARGIN", "Device", "Network", "device_named"]
+__all__ = ["BUFFERS", "DEVICES", "MARGIN", "Device", "Network", "device_named", "left_to_tensors"]
 
 BUFFERS = 1.5 * 2**30
 """The context of a device and the buffers of collectives: 1 to 2 GiB beside an allocator's figures."""
 MARGIN = 0.05
 """The share of a device that is left to the allocator: reserved memory is more than what tensors take."""
+
+
+def left_to_tensors(memory_bytes: float) -> float:
+    """What tensors may take of a device's memory, beside ``BUFFERS`` and the ``MARGIN``; below 0 if that is all."""
+    return memory_bytes * (1 - MARGIN) - BUFFERS
 
 
 @dataclass(frozen=True)
@@ -78,11 +83,6 @@ class Device:
     source: str
     network: Network | None = None
     """What collectives take. None: unknown, and stages that communicate cannot be counted."""
-
-    @property
-    def usable_bytes(self) -> float:
-        """What tensors may take of the memory, beside ``BUFFERS`` and the ``MARGIN``."""
-        return max(0.0, self.memory_bytes * (1 - MARGIN) - BUFFERS)
 
     def seconds(self, flops: float, moved_bytes: float, dtype: str, efficiency: float = 1.0) -> float:
         """Seconds of an operation: the larger of its compute time and its memory time (the roofline model of Williams

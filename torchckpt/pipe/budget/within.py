@@ -83,7 +83,8 @@ class _Known(Followed[Fitted]):
             self.shown = fitted, counted
             if fitted.plan.recomputed_share < 1.0:
                 self.took_bytes(counted.peak_bytes, fitted.budget_bytes)
-                self.counted = self.counted if self.plan else None  # which does not show what steps take
+                if self.plan is None:  # it took more, so the count does not show what steps take
+                    self.counted = None
 
 
 class Within:

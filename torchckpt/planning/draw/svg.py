@@ -76,8 +76,7 @@ def svg(
         stage_names: what is written on the boxes of each stage, in place of action and micro-batch; where a name does
             not fit, what follows its last dot.
     """
-    layout = _Layout(timelines, budget_bytes, units or Units(), copies, lines)
-    layout.stage_names = stage_names
+    layout = _Layout(timelines, budget_bytes, units or Units(), copies, lines, stage_names)
     canvas = Canvas(_WIDTH)
     y, titles = canvas.headed(_LEFT, title, subtitle), [title] if title else []
     for index, timeline in enumerate(timelines):
@@ -107,9 +106,9 @@ class _Layout:
         units: Units,
         show_copies: bool,
         lines: Sequence[Mapping[str, float]],
+        stage_names: Sequence[str],
     ) -> None:
-        self.units, self.show_copies = replace(units, digits=_DIGITS), show_copies
-        self.stage_names: Sequence[str] = ()
+        self.units, self.show_copies, self.stage_names = replace(units, digits=_DIGITS), show_copies, stage_names
         self.bytes_of_ranks = tuple(budget) if isinstance(budget, Sequence) else ()
         self.budget_bytes = budget if isinstance(budget, (int, float)) else max(self.bytes_of_ranks, default=None)
         ends = [timeline.step_seconds for timeline in timelines]
