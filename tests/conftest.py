@@ -16,6 +16,7 @@ from tests.helpers import by_hand, prefetched
 from tests.little import search_little
 from torchckpt.planning.remat.search import planner
 from torchckpt.regions.devices import accelerator_type
+from torchckpt.regions.state.ambient import settings
 
 __all__ = ["sim", "simulator"]
 
@@ -113,6 +114,19 @@ def quick_search(monkeypatch):
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def settings_stay():
+    """A test that leaves a setting of torch behind fails, not one after it."""
+    before = settings_now()
+    yield
+    assert settings_now() == before
+
+
+def settings_now():
+    *others, stance, functions_are_seen = settings()
+    return *others, functions_are_seen, "default" if stance is None else stance.stance
 
 
 @pytest.fixture

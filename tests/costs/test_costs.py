@@ -1,6 +1,8 @@
 """Seconds and bytes of stages, from what was counted; and wrong calls."""
 from __future__ import annotations
 
+import importlib
+import sys
 import threading
 from dataclasses import dataclass
 
@@ -10,12 +12,13 @@ from torch import Tensor, nn
 
 from tests.costs.models import MODELS, ROWS, WIDTH, Mlp, vector
 from torchckpt import ArgumentError, checkpoint
-from torchckpt.costs import pipeline_costs
+from torchckpt.costs import PipelineCosts, pipeline_costs
 from torchckpt.costs.count import static_of
 from torchckpt.planning import one_f_one_b
 from torchckpt.planning.device import DEVICES, Device
 from torchckpt.planning.plan import plan_pipeline
 from torchckpt.planning.rates import RATES, Machine, Product
+from torchckpt.regions.private import compiler_stance
 from torchckpt.tensors import tensors_in
 
 SLOW = Device("slow", {"float32": 2.0, "tf32": 8.0, "bfloat16": 4.0}, float("inf"), 10.0, 1e9, "made up")
@@ -171,13 +174,33 @@ def test_a_stage_whose_tensors_are_not_seen_is_refused():
         pipeline_costs(lambda: ([Gives(Output), Mlp()], vector()), "h100")
 
 
-def test_threads_count_one_after_the_other():
-    threads = [threading.Thread(target=pipeline_costs, args=(linears, "h100")) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert torch.backends.mkldnn.enabled
+@pytest.mark.parametrize("profile", [False, True])
+def test_threads_count_one_after_the_other(profile):
+    """Or one puts back what another has set, and code that is compiled runs in eager mode from then on."""
+    importlib.import_module("torch._dynamo")
+
+    def of_process():
+        return torch.get_default_dtype(), torch.backends.mkldnn.enabled, compiler_stance()
+
+    before, switches_every = of_process(), sys.getswitchinterval()
+    results: dict[int, PipelineCosts] = {}
+
+    def work(number):
+        dtype = ("fp32", "fp64")[number % 2]
+        results[number] = pipeline_costs(linears, "h100", dtype=dtype, profile=profile)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(switches_every)
+    assert of_process() == before
+    alone = [pipeline_costs(linears, "h100", dtype=dtype).stages[0].saved_bytes for dtype in ("fp32", "fp64")]
+    assert [results[number].stages[0].saved_bytes for number in range(8)] == alone * 4
 
 
 def test_an_lstm_has_its_flops():

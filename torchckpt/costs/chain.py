@@ -32,8 +32,8 @@ Count: TypeAlias = Callable[[nn.Module, Callable[[], Any], Any, "Sequence[nn.Mod
 Mesh: TypeAlias = Callable[[], "AbstractContextManager[None]"]
 """Makes what is entered where ranks are not there."""
 
-_ONE_AT_A_TIME = threading.RLock()
-"""Who counts: settings of the whole process are others meanwhile."""
+_one_at_a_time = threading.RLock()
+"""Held by who counts: each setting that it changes is one of the whole process, and is put back as it was found."""
 _WORKS = "def stages(): return [first, second], tokens; or: return [first, second], tokens, loss"
 
 
@@ -73,7 +73,7 @@ def counted_chain(
 
 def profiled_chain(build: Build, dtype: torch.dtype | None, device: torch.device) -> list[Spent]:
     """Run each stage on ``device``, where ``build`` makes it; what its parts take. Errors as of `counted_chain`."""
-    with _default_dtype(dtype), torch.device(device), torch.enable_grad():
+    with _one_at_a_time, _default_dtype(dtype), torch.device(device), torch.enable_grad():
         chain, run = _checked(build, False), partial(profiled, device=device)
         with suppress(RegionSeen):
             return _each(chain, run, repeated_children(chain.stages))
@@ -98,7 +98,7 @@ def _each(chain: _Chain, count: Count[_T], children: Sequence[nn.Module] | None)
 
 @contextmanager
 def _environment(kernels: str, dtype: torch.dtype | None, mesh: Mesh | None) -> Iterator[None]:
-    with ExitStack() as stack:
+    with _one_at_a_time, ExitStack() as stack:
         if "torch._dynamo" in sys.modules:  # operators inside a compiled module cannot be seen
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_without_onednn())
@@ -115,12 +115,11 @@ def _environment(kernels: str, dtype: torch.dtype | None, mesh: Mesh | None) -> 
 def _without_onednn() -> Iterator[None]:
     """Its kernel of an LSTM saves a workspace that is not known without memory, and torch counts no FLOPs of it."""
     backend: Any = torch.backends.mkldnn
-    with _ONE_AT_A_TIME:
-        before, backend.enabled = backend.enabled, False
-        try:
-            yield
-        finally:
-            backend.enabled = before
+    before, backend.enabled = backend.enabled, False
+    try:
+        yield
+    finally:
+        backend.enabled = before
 
 
 @contextmanager
