@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -213,3 +214,15 @@ def test_table_and_numbers(found):
     numbers = found.as_json()
     assert [row["step"] for row in numbers["best"]] == [plan.step_seconds for plan in found.best]
     assert numbers["whole"]
+
+
+def test_the_numbers_have_every_layout(found):
+    rows = found.as_json()["all"]
+    outcomes = Counter(row["outcome"] for row in rows)
+    assert len(rows) - outcomes["planned"] == found.layouts
+    assert outcomes["pruned"] == found.pruned
+    assert {what: count for what, count in outcomes.items() if what in found.reasons} == found.reasons
+    shown = [row for row in rows if row["outcome"] in ("simulated", "planned")]
+    assert sorted(row["step"] for row in shown)[: len(found.best)] == [plan.step_seconds for plan in found.best]
+    assert all(row["least"] <= row["step"] * (1 + 1e-9) and row["peak"] > 0 for row in shown)
+    assert min(row["least"] for row in rows if row["outcome"] == "pruned") > found.best[-1].step_seconds

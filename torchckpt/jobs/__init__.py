@@ -20,10 +20,10 @@ from torchckpt.jobs.memory import RankMemory, memory_of
 from torchckpt.jobs.model import Model
 from torchckpt.jobs.plan import JobPlan, plan_job
 from torchckpt.jobs.presets import MODELS, model_named
-from torchckpt.jobs.search import SearchResult, search_layouts
+from torchckpt.jobs.search import Outcome, SearchResult, search_layouts
 from torchckpt.planning.rates import MACHINES, Machine, Rates, machine_named
 
 __all__ = [
-    "MACHINES", "MODELS", "Job", "JobPlan", "Layout", "Machine", "Model", "RankMemory", "Rates", "SearchResult",
-    "Software", "machine_named", "memory_of", "model_named", "plan_job", "search_layouts",
+    "MACHINES", "MODELS", "Job", "JobPlan", "Layout", "Machine", "Model", "Outcome", "RankMemory", "Rates",
+    "SearchResult", "Software", "machine_named", "memory_of", "model_named", "plan_job", "search_layouts",
 ]

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import gcd
+from typing import Any
 
 from torchckpt.errors import ArgumentError, Fault, brief, called, check
 from torchckpt.jobs.fields import odd_fields
@@ -167,6 +168,11 @@ class Layout:
     def expert_state_ranks(self) -> int:
         """Those of them that share the state of their experts."""
         return max(1, self.state_ranks // gcd(self.ep, self.dp * self.cp))
+
+    def as_json(self) -> dict[str, Any]:
+        """What a search chooses, and the batch, for a file."""
+        names = ("gpus", "tp", "cp", "ep", "pp", "dp", "micro_batch", "global_batch", "sequence", "schedule", "chunks")
+        return {name: getattr(self, name) for name in (*names, "recompute", "state")}
 
     def stride(self, dimension: str) -> int:
         """How far apart the ranks of a dimension lie: of ``tp``, ``cp``, ``ep``, ``dp``, ``pp``; of ``replicas``, whose

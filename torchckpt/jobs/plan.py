@@ -153,14 +153,11 @@ class JobPlan:
 
     def as_json(self) -> dict[str, object]:
         """The numbers, for a file."""
-        layout = self.job.layout
-        names = ("gpus", "tp", "cp", "ep", "pp", "dp", "micro_batch", "global_batch", "sequence", "schedule", "chunks",
-                 "recompute", "state")  # fmt: skip
         bound = self.bound_seconds
         return {
             "model": self.job.model.name,
             "device": self.job.machine.device.name,
-            **{name: getattr(layout, name) for name in names},
+            **self.job.layout.as_json(),
             "step": self.step_seconds,
             "bound": bound if math.isfinite(bound) else None,
             "tokens_per_second_and_gpu": self.tokens_per_second,

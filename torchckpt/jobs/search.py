@@ -24,7 +24,7 @@ from torchckpt.planning.draw.units import aligned, percent
 from torchckpt.planning.rates import Machine
 from torchckpt.planning.work.host import Host
 
-__all__ = ["SearchResult", "search_layouts"]
+__all__ = ["Outcome", "SearchResult", "search_layouts"]
 
 _T = TypeVar("_T")
 
@@ -37,11 +37,28 @@ _FREE = ("interleaved_1f1b", "looped_bfs")
 _RECOMPUTES = ("none", "selective", "full")
 _LEAST_CONTEXT = 1024
 _COLUMNS = ",tp,cp,ep,pp,dp,micro,schedule,state,recompute,step,tokens/s/GPU,MFU,peak,bubble,recomputed,away,bound"
+_STAYS = ("simulated", "planned", "pruned")
 _ROUNDING = 1e-9
 _WORK = 2**15
 """The forwards and backwards of the layouts that are planned block by block: a search takes no more than a minute."""
 _BESIDE_HOST = 5
 """The best layouts that are planned beside a host: of those, bounds say little, and take long."""
+
+
+class Outcome(NamedTuple):
+    """What became of a layout."""
+
+    layout: Layout
+    what: str
+    """``"simulated"``, ``"planned"``, ``"pruned"``, or why it fell out."""
+    least_seconds: float | None = None
+    """Of its step, without a simulation; None where it fell out before."""
+    step_seconds: float | None = None
+    peak_bytes: float | None = None
+
+    def as_json(self) -> dict[str, object]:
+        layout, what, least, step, peak = self
+        return {**layout.as_json(), "outcome": what, "least": least, "step": step, "peak": peak}
 
 
 @dataclass
@@ -56,8 +73,8 @@ class SearchResult:
     """Layouts that were planned block by block beside the other policies."""
     pruned: int = 0
     """Layouts whose bound is above the step of the last of ``best``."""
-    reasons: Counter[str] = field(default_factory=Counter)
-    """Why layouts fell out."""
+    outcomes: list[Outcome] = field(default_factory=list)
+    """Of each layout, and again of those that were planned."""
     is_whole: bool = False
     """Whether the search came to its end."""
 
@@ -69,6 +86,11 @@ class SearchResult:
             f"{aligned(rows)}\n\n{self.layouts} layouts: {self.simulated} simulated, {self.planned} planned, "
             f"{self.pruned} pruned by their bound; fell out: {self.fell_out or 'none'}{ended}"
         )
+
+    @property
+    def reasons(self) -> Counter[str]:
+        """Why layouts fell out, and how many."""
+        return Counter(outcome.what for outcome in self.outcomes if outcome.what not in _STAYS)
 
     @property
     def fell_out(self) -> str:
@@ -97,6 +119,7 @@ class SearchResult:
             "pruned": self.pruned,
             "reasons": dict(self.reasons),
             "whole": self.is_whole,
+            "all": [outcome.as_json() for outcome in self.outcomes],
         }
 
 
@@ -176,11 +199,11 @@ def _bounded(
         if layout.cp > 1 and layout.context < _LEAST_CONTEXT:
             wrong.append(f"a rank has fewer than {_LEAST_CONTEXT} tokens of a sequence")
         if wrong:
-            result.reasons[wrong[0]] += 1
+            result.outcomes.append(Outcome(layout, wrong[0]))
             continue
         job = Job(model, layout, machine)
         if min(rooms(job, memory)) < 0:
-            result.reasons["the state does not fit"] += 1
+            result.outcomes.append(Outcome(layout, "the state does not fit"))
             continue
         heapq.heappush(waiting, (_least_seconds(job), result.layouts, job))
     return waiting
@@ -207,18 +230,20 @@ def _simulate(
         least, _, job = heapq.heappop(waiting)
         if len(result.best) == _BEST and least > result.best[-1].step_seconds:
             result.pruned = len(waiting) + 1
+            left = [(least, 0, job), *waiting]
+            result.outcomes += [Outcome(job.layout, "pruned", least) for least, _, job in left]
             break
         progress(count - len(waiting))
         result.simulated += 1
         try:
             plan = fitting(job, memory, host)
         except ArgumentError:
-            result.reasons["the micro-batches do not suit the schedule"] += 1
+            result.outcomes.append(Outcome(job.layout, "the micro-batches do not suit the schedule", least))
             continue
         if plan is None:
-            result.reasons["the activations do not fit"] += 1
+            result.outcomes.append(Outcome(job.layout, "the activations do not fit", least))
         else:
-            _keep(plan, result)
+            _keep(plan, result, "simulated", least)
 
 
 def _plan_best(
@@ -251,7 +276,7 @@ def _plan_best(
             left -= 2 * job.layout.stages * job.schedule.micro_batches
             plan = fitting(job, memory, host)
             if plan is not None and not any(_is_no_longer(other, plan) for other in result.best):
-                _keep(plan, result)
+                _keep(plan, result, "planned", least)
 
 
 def _is_no_longer(other: JobPlan, plan: JobPlan) -> bool:
@@ -260,7 +285,8 @@ def _is_no_longer(other: JobPlan, plan: JobPlan) -> bool:
     return is_same and other.step_seconds <= plan.step_seconds * (1 + _ROUNDING)
 
 
-def _keep(plan: JobPlan, result: SearchResult) -> None:
+def _keep(plan: JobPlan, result: SearchResult, what: str, least: float) -> None:
+    result.outcomes.append(Outcome(plan.job.layout, what, least, plan.step_seconds, plan.peak_bytes))
     result.best.append(plan)
     result.best.sort(key=lambda plan: plan.step_seconds)
     del result.best[_BEST:]

@@ -105,7 +105,7 @@ function memoryOf(plan) {
 
 const COLUMNS = {
   tp: (p) => p.tp, cp: (p) => p.cp, ep: (p) => p.ep, pp: (p) => p.pp, dp: (p) => p.dp, "micro-batch": (p) => p.micro_batch,
-  schedule: (p) => p.schedule, recomputed: (p) => p.recompute, "step s": (p) => p.step.toFixed(2), "bound s": (p) => p.bound.toFixed(2),
+  schedule: (p) => p.schedule, recomputed: (p) => p.recompute, "step s": (p) => p.step.toFixed(2), "bound s": (p) => p.bound?.toFixed(2) ?? "-",
   "tokens/s/GPU": (p) => Math.round(p.tokens_per_second_and_gpu), MFU: (p) => `${(100 * p.mfu).toFixed(1)} %`,
   "peak GB": (p) => GB(Math.max(...p.memory.map((rank) => PARTS.reduce((sum, part) => sum + rank[part], 0)))),
 };
