@@ -226,6 +226,39 @@ def test_what_is_gathered_takes_a_share_of_a_known_device_though_it_is_hidden():
     assert shared.forward_seconds == pytest.approx(hidden.forward_seconds + RATES["h100"].unhidden * gather)
 
 
+def both_ways(mesh):
+    """Linear layers, split over ``tp``, and all shared over ``dp``; a norm; and a table of indices."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 24), nn.Linear(24, 8), nn.LayerNorm(8)) for _ in range(2)))
+    for layer in layers:
+        layer.register_buffer("table", torch.zeros(3, dtype=torch.int64))
+        parallelize_module(layer, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        fully_shard(layer, mesh=mesh["dp"])
+    return [layers], torch.ones(4, 8)
+
+
+def test_static_bytes_by_what_is_sharded_over_what():
+    with fake_mesh(dp=2, tp=4) as mesh:
+        costs = pipeline_costs(lambda: both_ways(mesh), "h100")
+    counted = costs.counted[0]
+    both = (2 * 8 * 24 + 24) // 8  # all but the bias of the second layer
+    assert {over: held.weights for over, held in counted.sharded.items()} == {
+        "": 2 * 3 * 8, "dp": 2 * 4 * (8 + 2 * 8) // 2, "dp_tp": 2 * 4 * both,
+    }  # fmt: skip
+    assert [sum(held) for held in zip(*counted.sharded.values())] == list(counted.static)
+    for over, (weights, gradients, optimizer) in counted.sharded.items():
+        assert (gradients, optimizer) == ((weights, 2 * weights) if over else (0, 0)), over
+    rows = [line.split() for line in str(costs).split("\n")]
+    assert ["stage", "sharded", "over", *counted.static._fields] in rows
+    assert ["0", "dp_tp", "4.08e-07", "GB", "4.08e-07", "GB", "8.16e-07", "GB"] in rows
+    with fake_mesh(dp=1, tp=1) as mesh:
+        alone = pipeline_costs(lambda: both_ways(mesh), "h100")
+    assert list(alone.counted[0].sharded) == [""]
+    assert "sharded over" not in str(alone)
+
+
 def test_one_rank_copies_what_several_gather():
     def counted(ranks):
         with fake_mesh(dp=ranks) as mesh:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from torchckpt.costs.mesh import sharded_over
 from torchckpt.costs.operation import AFTER, BEFORE, BOTH_GRADS, FORWARD, INPUT_GRAD, REPLAY, Ledger
 from torchckpt.costs.parts import Parts
 from torchckpt.planning.work.block import Block
@@ -65,6 +66,8 @@ class Counted:
     """The elements of its trained parameters, or of this rank's shares of them."""
     static: Static
     """What its parameters and buffers take."""
+    sharded: Mapping[str, Static]
+    """The same, by the dimensions of the mesh that a DTensor is sharded over, such as ``dp_tp``; empty: none."""
     gathered_bytes: int = 0
     """The most that FSDP2 has gathered of parameters at once, with the buffers that it gathers into."""
 
@@ -190,8 +193,9 @@ def counted(
     shares = [share for tensor in tensors_in(inputs) for share in inner_tensors(tensor)]
     message = sum(share.nbytes for share in shares if share.is_floating_point())
     elements = sum(map(_elements, parameters))
-    holds = Static(*map(sum, zip(Static(), *static.values())))
-    return Counted(before, tuple(blocks), after, message, elements, holds, ledger.gathered_bytes), outputs
+    sharded = _by_dimensions(stage, static)
+    holds = _sum(sharded.values())
+    return Counted(before, tuple(blocks), after, message, elements, holds, sharded, ledger.gathered_bytes), outputs
 
 
 def _parts(forward: _Forward, static: Mapping[StorageWeakRef, Static]) -> Iterable[Part]:
@@ -248,29 +252,49 @@ def static_of(stage: nn.Module, optimizer_bytes: float | None = None) -> dict[St
         optimizer_bytes: state of a trained element. Default: Adam's, 12 for one of two bytes, 8 of four, 16 of eight.
     """
     sizes: dict[StorageWeakRef, Static] = {}
-    reduced: set[StorageWeakRef] = set()
+    trained = [parameter for parameter in stage.parameters() if parameter.requires_grad]
+    gradients: dict[Tensor, int] = dict(zip(trained, _gradient_bytes(trained)))
     for tensor in (*stage.parameters(), *stage.buffers()):
         state_bytes: float = 3 * _FLOAT32_BYTES if tensor.element_size() < _FLOAT32_BYTES else 2 * tensor.element_size()
         if optimizer_bytes is not None:
             state_bytes = optimizer_bytes
-        state = gradient = 0.0
-        if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
-            state, gradient = _elements(tensor) * state_bytes, _gradient_bytes(tensor, reduced)
+        state = _elements(tensor) * state_bytes if tensor in gradients else 0.0
+        gradient = gradients.get(tensor, 0)
         for storage, size in storage_of(tensor).items():  # several may be views of one storage
             there = sizes.get(storage, Static(size))
             sizes[storage] = Static(there.weights, there.gradients + gradient, there.optimizer + state)
     return sizes
 
 
+def _by_dimensions(stage: nn.Module, static: Mapping[StorageWeakRef, Static]) -> dict[str, Static]:
+    """What is sharded over which dimensions of the mesh."""
+    tensors = (*stage.parameters(), *stage.buffers())
+    over = {storage: sharded_over(tensor) for tensor in tensors for storage in storage_of(tensor)}
+    names = sorted(set(over.values()))
+    return {name: _sum(size for storage, size in static.items() if over[storage] == name) for name in names}
+
+
+def _sum(sizes: Iterable[Static]) -> Static:
+    return Static(*map(sum, zip(Static(), *sizes)))
+
+
 def _elements(tensor: Tensor) -> int:
     return sum(share.numel() for share in inner_tensors(tensor))
 
 
-def _gradient_bytes(parameter: nn.Parameter, counted: set[StorageWeakRef]) -> int:
-    """The bytes of the gradient, or of one of its dtype, without storages that were ``counted`` with another one's.
-    FSDP2 reduces the gradients of a module into one storage."""
-    if parameter.grad is None:
-        return _elements(parameter) * parameter.element_size()
-    sizes = {storage: size for storage, size in storage_of(parameter.grad).items() if storage not in counted}
-    counted.update(sizes)
-    return sum(sizes.values())
+def _gradient_bytes(parameters: Sequence[nn.Parameter]) -> list[int]:
+    """The bytes of each gradient, or of one of its parameter's dtype. FSDP2 reduces the gradients of a module into one
+    storage, whose padding is of the first."""
+    sizes = [_elements(parameter) * parameter.element_size() * (parameter.grad is None) for parameter in parameters]
+    left: dict[StorageWeakRef, int] = {}
+    firsts: dict[StorageWeakRef, int] = {}
+    for place, parameter in enumerate(parameters):
+        for share in [] if parameter.grad is None else inner_tensors(parameter.grad):
+            for storage, size in storage_of(share).items():
+                firsts.setdefault(storage, place)
+                taken = min(share.nbytes, left.setdefault(storage, size))
+                sizes[place] += taken
+                left[storage] -= taken
+    for storage, rest in left.items():
+        sizes[firsts[storage]] += rest
+    return sizes

@@ -10,11 +10,13 @@ from itertools import combinations, product
 from typing import TYPE_CHECKING
 
 from torchckpt.errors import Fault, brief, called, check, raise_fault
+from torchckpt.modules import imported
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["LAYOUT", "Layout", "fake_mesh"]
+__all__ = ["LAYOUT", "Layout", "fake_mesh", "sharded_over"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,18 @@ class Layout:
 
 LAYOUT: ContextVar[Layout | None] = ContextVar("torchckpt_layout", default=None)
 """That of the :func:`fake_mesh` around the caller; None outside of one."""
+
+
+def sharded_over(tensor: Tensor) -> str:
+    """The dimensions of the mesh that a DTensor is sharded over, such as ``dp_tp``; empty if each rank has it whole."""
+    layout = LAYOUT.get()
+    if layout is None or not isinstance(tensor, imported("torch.distributed.tensor", "DTensor")):
+        return ""
+    from torch.distributed import get_process_group_ranks
+
+    shards = (place for place, each in enumerate(tensor.placements) if not (each.is_replicate() or each.is_partial()))
+    ranks = [tuple(get_process_group_ranks(tensor.device_mesh.get_group(place))) for place in shards]
+    return "_".join(layout.dimension_of(along) for along in ranks if len(along) > 1)
 
 
 @contextmanager

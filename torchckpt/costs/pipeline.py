@@ -83,7 +83,18 @@ class PipelineCosts:
         size = self.optimizer_bytes
         state = "Adam's state" if size is None else f"{size:g} bytes of state a parameter"
         gathered = "; gathered: what FSDP2 has whole at once" if gathers else ""
-        return f"{head}; of one micro-batch:\n\n{aligned(rows)}\n\noptimizer: {state}{gathered}{self._collectives()}"
+        tables = f"{self._sharded()}{self._collectives()}"
+        return f"{head}; of one micro-batch:\n\n{aligned(rows)}\n\noptimizer: {state}{gathered}{tables}"
+
+    def _sharded(self) -> str:
+        """What is sharded over which dimensions of the mesh, as a table; empty where nothing is."""
+        rows = [
+            (str(stage), over or "nothing", *(f"{size / 1e9:.4g} GB" for size in held))
+            for stage, counted in enumerate(self.counted)
+            for over, held in counted.sharded.items()
+        ]
+        is_sharded = any(over for counted in self.counted for over in counted.sharded)
+        return f"\n\n{aligned([('stage', 'sharded over', *Static._fields), *rows])}" if is_sharded else ""
 
     def _collectives(self) -> str:
         """The collectives of the first block that has most, as a table. The first of a stage may have no gradient to
