@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from torchckpt import RecomputationError, checkpoint
 from torchckpt.regions.core import slots
 from torchckpt.regions.core.slots import fingerprint
 
@@ -20,8 +21,9 @@ def twin(tensor: Tensor) -> int:
 
 
 def mixed(word: int) -> int:
+    word %= 2**64  # without a sign, as in MurmurHash3
     for _ in range(2):
-        word = wrapped((word ^ (word >> 33)) * 0x7F51AFD7ED558CCD)
+        word = (word ^ (word >> 33)) * 0x7F51AFD7ED558CCD % 2**64
     return word ^ (word >> 33)
 
 
@@ -72,6 +74,28 @@ def test_fingerprint_of_conjugate_and_negative_views_is_that_of_their_values(dty
     assert negative.is_neg()
     assert fingerprint(conjugate) == fingerprint(conjugate.resolve_conj()) != fingerprint(tensor)
     assert fingerprint(negative) == fingerprint(negative.resolve_neg()) != fingerprint(tensor.imag)
+
+
+@pytest.mark.parametrize("place", [0, 1, 23])
+def test_fingerprint_tells_a_number_from_its_complement(place):
+    """Such as the index 0 from -1: the same place where a tensor has one row, another one where it has more."""
+    numbers = torch.arange(-12, 12)
+    known = set()
+    for number in range(-300, 300):
+        numbers[place] = number
+        known.add(fingerprint(numbers))
+    assert len(known) == 600
+
+
+def test_an_index_that_becomes_its_complement_is_other_values():
+    indices = iter(([0], [-1]))
+
+    def block(x):
+        return x[torch.tensor(next(indices))].sum()
+
+    loss = checkpoint(block, torch.randn(4, requires_grad=True) * 1, determinism_check="values")
+    with pytest.raises(RecomputationError, match="with other values"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("dtype", [d for d in NARROW + WIDE if d != torch.bool], ids=str)

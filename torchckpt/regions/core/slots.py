@@ -107,7 +107,12 @@ def fingerprint(tensor: Tensor) -> int | None:
         bits = integers[first : first + _CHUNK].to(torch.int64)
         bits = bits + torch.arange(first, first + bits.numel(), device=bits.device) * 0x1E3779B97F4A7C15
         for _ in range(2):  # the steps of MurmurHash3's finalizer: shift, exclusive or, multiply
-            bits ^= bits >> 33
+            bits ^= _high(bits)
             bits *= 0x7F51AFD7ED558CCD
-        total += (bits ^ (bits >> 33)).sum()
+        total += (bits ^ _high(bits)).sum()
     return int(total)
+
+
+def _high(bits: Tensor) -> Tensor:
+    """The upper 31 bits. The shift of an int64 repeats the sign, by which a number and its complement would be one."""
+    return (bits >> 33) & 0x7FFFFFFF
