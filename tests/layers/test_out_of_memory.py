@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import torchckpt
-from torchckpt.layers.known import KnownStep, measured, ooms_of
+from torchckpt.layers.known import KnownStep, measured
+from torchckpt.regions.live import ooms_of
 from torchckpt.testing import count_recomputes
 
 X = torch.randn(8, 32, 16)
@@ -188,5 +189,5 @@ def test_memory_that_ran_out_before_a_step_does_not_count(model, device):
 def test_what_a_device_has_retried_does_not_count(name):
     allocator = SimpleNamespace(**{name: lambda device: {"num_ooms": 2, "num_alloc_retries": 3}})
     for there, ooms in ((allocator, 2), (SimpleNamespace(), 0), (None, 0)):
-        with mock.patch("torchckpt.layers.known.allocator_of", return_value=there):
+        with mock.patch("torchckpt.regions.live.allocator_of", return_value=there):
             assert ooms_of(torch.device("cpu")) == ooms

@@ -25,7 +25,7 @@ from torchckpt.regions.live import allocator_of
 from torchckpt.regions.moved.copies import copies_of, goes_from
 from torchckpt.regions.saved import bytes_of
 
-__all__ = ["CALLER", "Foreseen", "KnownStep", "KnownSteps", "Limit", "Order", "measured", "ooms_of"]
+__all__ = ["CALLER", "Foreseen", "KnownStep", "KnownSteps", "Limit", "Order", "measured"]
 
 Order: TypeAlias = tuple[tuple[int, int], ...]
 """The order in which backwards reach calls: each time, how many calls there had been, and which of them is reached."""
@@ -367,12 +367,3 @@ def measured(step: KnownStep, peak_bytes: float) -> None:
     step.plan = replace(step.plan, measured_peak_bytes=peak_bytes)
     if step.takes_more:
         step.took_bytes([peak_bytes], [step.plan.budget_bytes])
-
-
-def ooms_of(device: torch.device) -> int:
-    """How often the device was out of memory, if it counts that; not where it found some after freeing its cache."""
-    allocator = allocator_of(device)
-    for name in ("memory_stats_as_nested_dict", "memory_stats"):  # the first one takes less time
-        if hasattr(allocator, name):
-            return int(getattr(allocator, name)(device).get("num_ooms", 0))
-    return 0

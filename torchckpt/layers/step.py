@@ -14,11 +14,12 @@ from torch import Tensor
 
 from torchckpt.errors import BudgetInfeasible
 from torchckpt.layers.count import Counter
-from torchckpt.layers.known import CALLER, Foreseen, KnownStep, KnownSteps, ooms_of
+from torchckpt.layers.known import CALLER, Foreseen, KnownStep, KnownSteps
 from torchckpt.measuring.shapes import Shapes
 from torchckpt.planning import Kind
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import Options
+from torchckpt.regions.live import ooms_of
 from torchckpt.regions.moved.order import Driven
 from torchckpt.regions.moved.region import Moved
 from torchckpt.regions.private import after_backward, keep_from_dynamo, running_node

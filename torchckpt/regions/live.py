@@ -14,7 +14,7 @@ from torchckpt.regions.private import DispatchMode, bytes_now
 from torchckpt.regions.saved import bytes_of, storages_of
 from torchckpt.tensors import tensors_in
 
-__all__ = ["LiveStorages"]
+__all__ = ["LiveStorages", "allocator_of", "ooms_of"]
 
 
 class LiveStorages(DispatchMode):
@@ -154,3 +154,12 @@ def allocator_of(device: torch.device) -> Any:
     if hasattr(module, "init"):
         module.init()  # CUDA resets no statistics of a device that was never used
     return module
+
+
+def ooms_of(device: torch.device) -> int:
+    """How often the device was out of memory, if it counts that; not where it found some after freeing its cache."""
+    allocator = allocator_of(device)
+    for name in ("memory_stats_as_nested_dict", "memory_stats"):  # the first one takes less time
+        if hasattr(allocator, name):
+            return int(getattr(allocator, name)(device).get("num_ooms", 0))
+    return 0

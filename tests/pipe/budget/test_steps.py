@@ -153,6 +153,63 @@ def test_out_of_memory_in_a_planned_step_has_the_next_plan_take_less():
     assert max(pipe.plan.peak_bytes) < max(before)
 
 
+class Device:
+    """Counts how often it was out of memory."""
+
+    ooms = 0
+
+    def fails(self, *_):
+        self.ooms += 1
+        raise torch.OutOfMemoryError("none left")
+
+    def recovers(self, *_):
+        """As cuDNN does."""
+        self.ooms += 1
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+@pytest.mark.parametrize("where", [0, 3, "loss"])
+def test_out_of_memory_in_the_backward_of_a_graph_has_the_next_plan_take_less(where, is_held, monkeypatch):
+    device = Device()
+    monkeypatch.setattr("torchckpt.pipe.budget.within.ooms_of", lambda _: device.ooms)
+    model = nn.Sequential(*(Wide(64) for _ in range(4)))
+    pipe, x, held = Pipe(model, [2, 2], ["cpu"] * 2, 4, budget="95%"), torch.randn(32, SIZE), []
+
+    def said(run):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run()
+        return [str(each.message) for each in caught]
+
+    def graph_step():
+        step(pipe, x, "graph")
+
+    def fail():
+        place = pipe if where == "loss" else model[where].parts[0].weight
+        hook = (place.register_forward_hook if where == "loss" else place.register_hook)(device.fails)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            graph_step()
+        hook.remove()
+        pipe.zero_grad()
+        held.extend([caught] * is_held)
+
+    for _ in range(3):
+        assert said(graph_step) == []
+    before = pipe.plan.peak_bytes
+    hook = model[3].parts[0].weight.register_hook(device.recovers)
+    assert said(graph_step) == []
+    hook.remove()
+    device.recovers()  # of something else, between steps
+    assert said(graph_step) == []
+    assert pipe.plan.peak_bytes == before
+    assert said(fail) == []
+    told = said(graph_step)
+    assert "Pipe: a device was out of memory in a planned step, so the next plan takes 90% of its budget" in told
+    held.clear()
+    assert said(graph_step) == []
+    assert max(pipe.plan.peak_bytes) < max(before)
+
+
 def test_a_forward_without_a_backward_is_not_counted_and_leaves_nothing():
     plain, pipe = pair("wide", "80%")
     x = torch.randn(16, SIZE)

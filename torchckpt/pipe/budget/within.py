@@ -36,6 +36,8 @@ from torchckpt.planning.plan.run.fit_measured import Fitted, PlannedStep, with_l
 from torchckpt.planning.step.measured import measured_timeline
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import Options
+from torchckpt.regions.live import ooms_of
+from torchckpt.regions.private import after_backward
 
 __all__ = ["Following", "Within"]
 
@@ -101,6 +103,8 @@ class Within:
         self._in_place: dict[tuple[int, int], ChangedInputs] = {}
         self._waiting: weakref.ref[_Mark] | None = None
         self._is_in_step = False
+        self._ooms: int | None = None
+        """How often the devices had been out of memory when the step of a graph began; None: its backward has ended."""
         self._count: Count | None = None
         """That of the step that has begun last."""
         self._settings: ModelSettings | None = None
@@ -155,11 +159,13 @@ class Within:
         order = (graph_order if in_graph else step_order)(placement, len(batches))
         blocks, plan, count = [parts_of(stage, self._in_place) for stage in stages], None, None
         waiting = None if self._waiting is None else self._waiting()
+        self._look_back(stages)
         is_second = self._is_in_step or (waiting is not None and not waiting.is_reached)
         self._is_in_step |= not in_graph
         if is_second:
             self._warn("a forward begins while another waits for its backward: it recomputes all, beyond the budget")
             return Following(order, in_graph, blocks, plan, count, options)
+        self._ooms = _ooms_of(stages) if in_graph else None
         key = lookahead, shapes_of(batches), self._now(pipe, stages)
         known = self._followed = self._known.setdefault(key, _Known())
         self._known.move_to_end(key)
@@ -173,6 +179,17 @@ class Within:
             given = self._watch, order.schedule, stages, list(batches), plan is None, in_graph
             count = self._count = Count(*given, known.learn)
         return Following(order, in_graph, blocks, plan, count, options)
+
+    def _look_back(self, stages: Sequence[Stage]) -> None:
+        """If the step of a graph has failed as a device was out of memory, have its next plan take less."""
+        known, ooms, self._ooms = self._followed, self._ooms, None
+        if ooms is not None and _ooms_of(stages) > ooms and known is not None and known.plan is not None:
+            known.plan_less(LESS)
+            self._warn(f"a device was out of memory in a planned step, so the next plan takes {LESS:.0%} of its budget")
+
+    def ended(self) -> None:
+        """Note that the backward of a graph has ended."""
+        self._ooms = None
 
     def returned(self, outputs: Any) -> None:
         """Note that a graph waits for its backward."""
@@ -191,6 +208,7 @@ class Within:
             yield
         except BaseException as error:
             self._stop()
+            self._ooms = None
             if not isinstance(error, torch.OutOfMemoryError):
                 raise
             known, steps = self._followed, "the first step of a shape, which recomputes everything, takes"
@@ -245,6 +263,12 @@ class _Mark:
     def __call__(self, _: object) -> None:
         self.is_reached = True
         self._within.reached(self._count)
+        if not torch.compiler.is_dynamo_compiling():  # for compiled autograd
+            after_backward(self._within.ended)
+
+
+def _ooms_of(stages: Sequence[Stage]) -> int:
+    return sum(map(ooms_of, {stage.device for stage in stages}))
 
 
 def _fitted(counted: Counted, budget: Bytes, share: float, order: Schedule, lookahead: int | None) -> Fitted:
