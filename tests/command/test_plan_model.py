@@ -59,7 +59,8 @@ def test_every_schedule_cuts_the_same_blocks(capsys):
 
 def test_options_reach_the_costs(capsys):
     def step(*options):
-        return json.loads(printed(capsys, *TINY, "--budget", "100%", "--json", *options))["keep_all"]
+        call = "plan", "tests.command.test_plan_model:two_stages", *TINY[2:], "--budget", "100%", "--json"
+        return json.loads(printed(capsys, *call, *options))["keep_all"]
 
     plain = step()
     assert step("--efficiency", "0.1") > step("--efficiency", "0.5")
@@ -125,6 +126,12 @@ def one_stage():
     from tests.costs.models import Mlp, vector
 
     return [nn.Sequential(*(Mlp() for _ in range(4)))], vector()
+
+
+def two_stages():
+    from tests.costs.models import Mlp, vector
+
+    return [nn.Sequential(Mlp(), Mlp()), nn.Sequential(Mlp(), nn.Dropout(0.1), Mlp(), nn.Dropout(0.1))], vector()
 
 
 STATES = [

@@ -38,7 +38,7 @@ STEPS = {"chain": chain(24), "mlp": mlp(10), "random chain": random_chain(14, 3)
 
 @pytest.mark.parametrize(
     "flow",
-    [pytest.param(flow, marks=pytest.mark.slow if name == "random chain" else ()) for name, flow in STEPS.items()],
+    [pytest.param(flow, marks=pytest.mark.slow if "random" in name else ()) for name, flow in STEPS.items()],
     ids=STEPS,
 )
 def test_steps_of_dozens_of_operations_beside_what_is_proven(flow):
