@@ -59,7 +59,7 @@ def test_every_schedule_cuts_the_same_blocks(capsys):
 
 def test_options_reach_the_costs(capsys):
     def step(*options):
-        call = "plan", "tests.command.test_plan_model:two_stages", *TINY[2:], "--budget", "100%", "--json"
+        call = "plan", "tests.command.test_plan_model:stages_of_mlps", *TINY[2:], "--budget", "100%", "--json"
         return json.loads(printed(capsys, *call, *options))["keep_all"]
 
     plain = step()
@@ -128,10 +128,9 @@ def one_stage():
     return [nn.Sequential(*(Mlp() for _ in range(4)))], vector()
 
 
-def two_stages():
-    from tests.costs.models import Mlp, vector
-
-    return [nn.Sequential(Mlp(), Mlp()), nn.Sequential(Mlp(), nn.Dropout(0.1), Mlp(), nn.Dropout(0.1))], vector()
+def stages_of_mlps():
+    blocks = [nn.Sequential(nn.Linear(1024, 1024), nn.Dropout(0.1)) for _ in range(4)]
+    return [nn.Sequential(*blocks[:2]), nn.Sequential(*blocks[2:])], ones(4096, 1024)
 
 
 STATES = [
