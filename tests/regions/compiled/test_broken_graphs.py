@@ -9,6 +9,7 @@ from torch import nn
 
 from tests.helpers import leaf
 from tests.scripts import run
+from tests.slow import slow_but
 from torchckpt import checkpoint, checkpoint_module, is_recomputing
 from torchckpt.testing import count_recomputes
 
@@ -58,9 +59,15 @@ def values(function, block, x):
     return seen + [buffer.clone() for buffer in block.buffers()]
 
 
-@pytest.mark.parametrize("around", [by_call, by_module, in_a_region])
-@pytest.mark.parametrize(("breaks", "guards"), [(True, False), (False, True), (True, True)])
-@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
+AROUND = [by_call, by_module, in_a_region]
+BROKEN = [(True, False), (False, True), (True, True)]
+QUICK = [("aot_eager", *how, around) for how, around in zip(BROKEN * 2, [*AROUND, *AROUND[1:], AROUND[0]])]
+
+
+@pytest.mark.parametrize(
+    ("backend", "breaks", "guards", "around"),
+    slow_but(QUICK, [(backend, *how, around) for backend in ("eager", "aot_eager") for how in BROKEN for around in AROUND]),
+)
 def test_it_is_ours(backend, breaks, guards, around):
     block, x = Block(breaks, guards), leaf(3, 4)
     twin = copy.deepcopy(block)

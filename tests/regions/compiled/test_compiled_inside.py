@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from itertools import product
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from tests.helpers import Block, leaf
+from tests.slow import slow_but
 from torchckpt import Checkpointing, Pipe, checkpoint, checkpoint_module
 from torchckpt.errors import ArgumentError
 from torchckpt.testing import count_recomputes
@@ -169,9 +171,14 @@ def test_compile_of_a_module_that_is_none_of_ours_any_more():
     assert block._compiled_call_impl is not None
 
 
-@pytest.mark.parametrize("checkpoint_mode", [pytest.param("never", marks=pytest.mark.slow), "except_last", "always"])
-@pytest.mark.parametrize("order", [module_then_compile, compile_then_module, module_of_compiled, torch.compile])
-@pytest.mark.parametrize("step", [False, True], ids=["forward", "step"])
+ORDERS = [module_then_compile, compile_then_module, module_of_compiled, torch.compile]
+QUICK = [(order, mode, mode == "always") for order in ORDERS for mode in ("except_last", "always")]
+
+
+@pytest.mark.parametrize(
+    ("order", "checkpoint_mode", "step"),
+    slow_but(QUICK, product(ORDERS, ["never", "except_last", "always"], [False, True])),
+)
 def test_compiled_layers_of_a_pipe(order, checkpoint_mode, step):
     layers, x, backend = [Block(), Block()], torch.randn(4, 4), Runs()
     plain = nn.Sequential(*copy.deepcopy(layers))
