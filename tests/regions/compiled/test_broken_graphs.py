@@ -66,7 +66,7 @@ QUICK = [("aot_eager", *how, around) for how, around in zip(BROKEN * 2, [*AROUND
 
 @pytest.mark.parametrize(
     ("backend", "breaks", "guards", "around"),
-    slow_but(QUICK, [(backend, *how, around) for backend in ("eager", "aot_eager") for how in BROKEN for around in AROUND]),
+    slow_but(QUICK, [(backend, *how, way) for backend in ("eager", "aot_eager") for how in BROKEN for way in AROUND]),
 )
 def test_it_is_ours(backend, breaks, guards, around):
     block, x = Block(breaks, guards), leaf(3, 4)
