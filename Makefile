@@ -44,7 +44,7 @@ test-plans:
 test-runs:
 	$(BIN)/python -m pytest tests $(PLANS:%=--ignore=%) 2>&1 | $(call named,runs)
 
-# What takes minutes: Inductor, models of full depth, the short version of the graph level's benchmark.
+# The tests marked slow: Inductor, models of full depth, more random programs and cases.
 slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow
 

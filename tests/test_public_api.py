@@ -145,7 +145,8 @@ SIGNATURES = {
         f"host: 'Budget | None' = None, {OPTIONS}debug: 'bool' = False, early_stop: 'bool' = True) -> 'PlannedLayers'"
     ),
     "Checkpointing": (
-        f"(function: 'Function', *args: 'Any', {OPTIONS}early_stop: 'bool' = True, **kwargs: 'Any') -> 'None'"
+        f"(function: 'Function', *args: 'Any', {OPTIONS}debug: 'bool' = False, early_stop: 'bool' = True, "
+        "**kwargs: 'Any') -> 'None'"
     ),
     "Checkpointing.checkpoint": "(self) -> 'Any'",
     "Checkpointing.recompute": "(self, outputs: 'Any') -> 'Any'",

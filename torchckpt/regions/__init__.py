@@ -20,8 +20,8 @@ The code cites the numbers of this drawing:
      [1] Checkpoint                                            The region's backward ends: frame.fill_slots()
           ▼
      [2] function(*args, **kwargs), in grad mode               Its nodes run, and unpack their slots. The first
-          │    pack:   drop the tensor, hand out a slot        recomputes here, if nobody has yet: late, never
-          │    unpack: return the slot's tensor                wrong. The replay hands out what was noted
+          │    pack:   drop the tensor, hand out a slot        unpack replays, if nothing has yet
+          │    unpack: return the slot's tensor
           │    keep:   save as autograd does, note the result
           ▼
      [3] Wait       compute ─► copy stream                     Compute waits for the copied gradient
@@ -36,8 +36,8 @@ The code cites the numbers of this drawing:
           ▼                       ▼
      [8] join ◄ ─ ─ phony ─ ─ ─ ─ ┘                            The backward gets here, and [5] may run
 
-[3], [6] and [7] stand between two stages of a ``Pipe`` on accelerators. There the phony of [5] is joined to a later
-micro-batch, if it can to that one's [1]. ``Checkpointing.recompute`` places [4], [5] and [8] at one point.
+[3], [6] and [7] stand between two stages of a ``Pipe`` on accelerators. In a ``Pipe``, [5] waits for the [1] of a later
+micro-batch, or for its output. ``Checkpointing.recompute`` places [4], [5] and [8] at one point.
 
 ``Frame`` connects forward and backward. It keeps the inputs (``Boundary``), and passes data through two deques of one
 element each:
@@ -45,6 +45,8 @@ element each:
      forward ──► frame.ambient ──► replay ──► frame.recomputed ──► backward
                  settings and                 what the function saved
                  random numbers               when it ran again, for the slots
+
+``frame.kept`` passes what ``keep`` noted.
 
 ``recompute()`` is idempotent: the ``Recompute`` node, a caller of ``prefetch()`` and the first unpack all call it, and
 the first caller does the work. The phonies decide only when the replay runs; the gradients are the same at any time.

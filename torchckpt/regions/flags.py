@@ -11,8 +11,13 @@ __all__ = ["Noted", "Replay", "is_checkpointing", "is_recomputing", "local", "st
 
 
 state_lock = threading.RLock()
-"""It is held while modules hold substitutes, by forwards that change buffers, so that none changes a substitute, by
-replays that draw from a generator which other threads share, and by traces of modules (torchckpt.graph)."""
+"""It is held by
+
+* replays, while modules hold substitutes,
+* forwards that change buffers, so that none changes a substitute,
+* replays that draw from a generator which other threads share,
+* traces of modules (torchckpt.graph).
+"""
 
 
 class Replay(list[nn.Module]):

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import set_checkpoint_debug_enabled
 from tests.helpers import leaf
 from tests.settings import without_collector
 from torchckpt import (
+    ArgumentError,
     Checkpointing,
     Pipe,
     RecomputationError,
@@ -453,6 +454,14 @@ def test_torchs_context_sets_it_for_modules_and_pipes_and_overrides_the_argument
     assert ", in 1\n" in text
     text = torchs_debug_of(False, lambda: checkpoint(Sometime(), leaf(4), debug=True).sum().backward())
     assert f"for Exp{HINT}\n" in text
+
+
+def test_a_region_by_hand_notes_the_line_of_the_forward_with_debug():
+    for options, end in ({}, HINT), ({"debug": True}, f" at {line_of('sometime')}"):
+        text = told(lambda x, options=options: Checkpointing(Sometime(), x, **options).checkpoint())
+        assert f"  forward saved: float32 (3, 4) on cpu, for Exp{end}\n" in text
+    with pytest.raises(ArgumentError, match=r"^Checkpointing: debug is not a bool"):
+        Checkpointing(Sometime(), leaf(4), debug=1)
 
 
 @pytest.mark.parametrize("budget", [{}, {"budget": "50%"}], ids=["", "budget"])

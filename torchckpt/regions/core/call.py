@@ -56,9 +56,9 @@ class Call:
         self.function = function
         self._devices_of_inputs = accelerators_of(args, kwargs)
         self.devices = self._devices_of_inputs or current_accelerators()
-        """The accelerators that the region works on. Without a tensor of one among the arguments, it may be any."""
+        """The accelerators that the region works on: those of the arguments; if there are none, the current one."""
         self.is_alone = reaches_nothing(function)
-        """Whether the function has its arguments alone: no compiled code, and no norm layers."""
+        """Whether the function reaches nothing but its arguments."""
         self._options = options
         self._boundary = Boundary(args, kwargs)
         self._contexts: _Contexts | None = None if options.context_fn is None else _contexts(options.context_fn)
@@ -68,7 +68,7 @@ class Call:
         """The generators that the forward found besides those of devices."""
         self._looked: norms.Looked = ()
         self.means: Mapping[int, Tensor | None] = _NOTHING
-        """The running means of the norm layers that need not be noted, by ``id``, while the forward runs."""
+        """By ``id``, while the forward runs: running means whose layer surely runs, so that it need not be noted."""
         self._noted = Noted()
         self._ran: Mapping[nn.Module, Any] | None = None  # until the forward has ended
 
@@ -83,20 +83,20 @@ class Call:
     ) -> Any:
         """Run the function under the saved-tensor hooks ``pack`` and ``unpack``.
 
-        It appends the settings and the random numbers that the function starts with to ``ambient``. ``values`` says
-        whether the values of what is saved will be compared.
+        It appends the settings and the random numbers that the function starts with to ``ambient``. ``values``: whether
+        slots have checksums.
         """
         function = self.function if self._contexts is None else inside(self._contexts[0], self.function)
         modules = () if self._boundary.spec is None else self._boundary.modules()
-        has_none = type(self.function) is FunctionType and not self.function.__dict__  # true of most functions
-        module_state, is_locked = (None, False) if has_none and not modules else record_state(self.function, modules)
+        is_plain = type(self.function) is FunctionType and not self.function.__dict__  # as most: it names no modules
+        module_state, is_locked = (None, False) if is_plain and not modules else record_state(self.function, modules)
         try:
             # Lazy modules: the first call makes the weights, which a replay would not.
             if module_state is not None and module_state.layout.is_lazy:
                 return function(*args, **kwargs)
             self.module_state = module_state
             if self.devices:
-                self._entry = SyncPoint(self.devices)  # the copies of buffers come before it, too
+                self._entry = SyncPoint(self.devices)  # when inputs and copies of buffers are ready
             random = self._random_state(module_state) if self._options.preserve_rng_state else []
             ambient.append((settings(), random))
             if not self.is_alone or module_state is not None:
@@ -114,9 +114,9 @@ class Call:
     def _look(self, values: bool) -> None:
         layers = norm_layers_of(self.function, None if self.module_state is None else self.module_state.layout)
         if layers:
-            # What is compiled from here on may save what it makes of the buffers.
+            # Compiled code may save what it makes of the buffers.
             self._looked = norms.look(layers, values or runs_compiled_code(self.function))
-            self.means = norms.means(self._looked)
+            self.means = norms.running_means(self._looked)
 
     def _run(
         self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], pack: Pack, unpack: Unpack
@@ -193,7 +193,7 @@ class Call:
         thread, graded = local.thread, torch.is_grad_enabled()
         flags, scope = thread.flags, thread.scope
         random_after: RandomState = []
-        push_hooks(pack, unpack)  # the only step that may raise: where hooks are disabled
+        push_hooks(pack, unpack)  # before the `try`: where hooks are disabled it raises, and there is nothing to undo
         try:
             random_after = set_states(random)
             set_grad_enabled(True)
@@ -261,13 +261,12 @@ _SAVE_EARLY = frozenset(("rrelu", "rrelu_", "rrelu_with_noise", "rrelu_with_nois
 """Functions that save their noise before their kernel writes it."""
 
 
-def goes_on(saved: Tensor, frame: FrameType, function: Function) -> bool:
-    """Whether Stop does not end a replay when ``frame`` has saved the last tensor, ``saved``: if the kernel that writes
-    it is still to run; or if ``function`` only returns from here on: an exception that passes through C++ takes as long
-    as ten tiny operations.
+def goes_on(tensor: Tensor, frame: FrameType, function: Function) -> bool:
+    """Whether a replay goes on, without Stop, when ``frame`` has saved the last ``tensor``.
 
-    Then ``frame``, whose operation made ``saved`` and now saves it, is the frame of ``function`` that the replay has
-    called, and returns what the operation gives: no other operation and no statement would follow.
+    It does if the kernel that writes it is still to run, or if ``function`` only returns from here on: an exception
+    that passes through C++ takes as long as ten tiny operations. In the second case ``frame`` is the function's own
+    frame, and its next instruction returns.
     """
     code = frame.f_code
     if not _SAVE_EARLY.isdisjoint(code.co_names):
@@ -276,7 +275,7 @@ def goes_on(saved: Tensor, frame: FrameType, function: Function) -> bool:
     return (
         type(called_function) is FunctionType
         and code is called_function.__code__
-        and is_of_newest_node(saved)  # not an input of an operation that has not run yet
+        and is_of_newest_node(tensor)  # not an input of an operation that has not run yet
         and (caller := frame.f_back) is not None
         and caller.f_code is _REPLAY  # not a call of the function by itself
         and _returns_next(code, frame.f_lasti)

@@ -50,8 +50,8 @@ def in_graph(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], 
         return outside(run, function, args, kwargs, options)
     if options.context_fn is not None:
         kwargs = {**kwargs, "context_fn": options.context_fn}
-    # By name: Dynamo knows the operator by what stands there, also if a user has put our function there. This line is
-    # traced and never run as Python (see the end of this file), so it does not call itself.
+    # Write the full name: Dynamo knows torch's function by it, even if a user replaced it by ours. This line is traced
+    # and never run as Python (see the end of this file), so it does not call itself.
     return torch.utils.checkpoint.checkpoint(
         function,
         *args,
@@ -97,7 +97,8 @@ def checkpoint(
     """Run ``function(*args, **kwargs)`` without keeping its activations; the backward computes them again.
 
     A drop-in replacement for :func:`torch.utils.checkpoint.checkpoint`. Outputs and gradients are equal to the bit to
-    those of the plain call. This holds with dropout, double backward, ``torch.autograd.grad`` and all else in autograd.
+    those of the plain call. This holds with dropout, double backward, ``torch.autograd.grad`` and all else of reverse
+    mode. In a graph of ``torch.compile``, ``early_stop`` and ``debug`` do nothing, and ``"values"`` is ``"default"``.
 
     >>> block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.1))
     >>> y = torchckpt.checkpoint(block, torch.randn(4, 8))
@@ -107,8 +108,8 @@ def checkpoint(
         function: any callable. It may close over tensors. The replay repeats changes that the function makes to its own
             state: guard them with ``if not torchckpt.is_recomputing():``. torch's norm layers need no guard. Left out:
             the call returns a decorator, ``@checkpoint(early_stop=False)``, each call of whose function is a region.
-        *args, **kwargs: the arguments of ``function``: tensors, other objects, and pytrees of both. Only the tensors
-            among them stay in memory until the backward.
+        *args, **kwargs: the arguments of ``function``: tensors, other objects, and pytrees of both. They stay in
+            memory until the backward; beside them, copies of buffers do, and what :func:`keep` keeps.
         use_reentrant: accepted for code written for torch's function. There is no reentrant mode: True warns, once in a
             process, and is run as False.
         preserve_rng_state: replay with the random numbers of the forward, on the CPU and on every accelerator among the
@@ -166,6 +167,7 @@ def _decorator(options: Options, kwargs: dict[str, Any]) -> Callable[[Function],
     """The decorator that ``checkpoint`` returns if it got options alone."""
     rule = "there is a keyword that is no option, and no function that takes it"
     works = "checkpoint(block, x); or checkpoint(early_stop=False)(block)(x)"
+    # `run` stands for a function that is not there yet.
     check_options(run, options, [Fault(rule, f"{name}=", works) for name in kwargs], "checkpoint")
 
     def decorate(function: Function) -> Function:
@@ -189,13 +191,13 @@ class Checkpointing:
     >>> region.prefetch()             # or: recompute now, before there is any gradient
     >>> y.sum().backward()
 
-    Takes the arguments of :func:`checkpoint`. Make a new object for each forward. The object keeps the region's inputs
-    in memory until the replay is done.
+    Takes the arguments of :func:`checkpoint` but for ``use_reentrant`` and ``respect_saved_tensors_hooks``, which go to
+    the function. Make a new object for each forward. It keeps the region's inputs in memory until the replay is done.
 
-    It puts two autograd Functions into the graph: ``Checkpoint`` at the region's inputs, and ``Recompute`` where
-    :meth:`recompute` is called. Both come from torchgpipe (Kim et al., 2020). The function gets an alias of each input
-    that is not a leaf and requires grad. It gets the input itself if that is a leaf, if the function closes over it, or
-    if it is an attribute of the function's module: there the function could tell the alias from the tensor.
+    It puts ``Checkpoint`` at each input that requires grad and is no leaf: the function gets an alias. It gets the
+    others themselves, and those that it also holds, in its closure, its defaults, a partial or an attribute of its
+    module: there it could tell the alias from the tensor. :meth:`recompute` puts ``Fork``, ``Recompute`` and ``Join``
+    at each output. ``Checkpoint`` and ``Recompute`` come from torchgpipe (Kim et al., 2020).
     """
 
     def __init__(
@@ -206,10 +208,11 @@ class Checkpointing:
         generators: Sequence[torch.Generator] = (),
         determinism_check: DeterminismCheck = "default",
         context_fn: ContextFunction | None = None,
+        debug: bool = False,
         early_stop: bool = True,
         **kwargs: Any,
     ) -> None:
-        self._options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
+        self._options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop, debug)
         check_options(function, self._options, caller="Checkpointing")
         self._call: tuple[Function, tuple[Any, ...], dict[str, Any]] | None = (function, args, kwargs)
         self._frame: Frame | None = None  # set when the forward has returned, if grad mode was on
@@ -261,7 +264,7 @@ class Checkpointing:
         """Recompute now, on this thread and its current stream. A second call does nothing.
 
         The stream waits for the forward's inputs, and a backward on another stream waits for the recomputation. On a
-        stream other than the forward's, keep the tensors that the function closes over until that stream is done.
+        stream other than the forward's, do not free the tensors that the function closes over until that is done.
         """
         if torch.compiler.is_dynamo_compiling():
             outside(self.prefetch)

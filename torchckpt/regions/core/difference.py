@@ -63,7 +63,7 @@ def differs(function: Function, slots: Sequence[Slot], number: int, difference: 
     then, operation = (None, "") if slot is None else (slot.place, _operation_of(slot))
     now, kinds = difference.place, difference.kind
     if operation and difference.operation not in ("", operation):
-        kinds = f"{kinds} operation".replace("version", "values")
+        kinds = f"{kinds} operation".replace("version", "values")  # of two operations, versions tell nothing
     places = [place for place in (then, now) if place is not None]
     module = next((f", in {place.module}" for place in places if place.module), "")
     saved = _NOTHING if slot is None else f"{describe(slot)}{_made(operation, then)}{_NO_LINE * (then is None)}"

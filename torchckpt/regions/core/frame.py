@@ -59,23 +59,24 @@ _RLock = type(threading.RLock())  # the type: threading.RLock itself is a Python
 class Frame:
     """One region in one forward. ``forward()`` is called once, ``recompute()`` by whoever comes first.
 
-    The nodes of the region's graph hold the frame, through their hooks. The frame holds the call and the slots until
-    the slots are filled, and then neither.
+    The nodes of the region's graph hold the frame, through their hooks. It holds the call until the replay is done,
+    and the slots until they are filled.
     """
 
     def __init__(self, options: Options) -> None:
         self._options = options
         self.checks = options.determinism_check != "none"
         """Whether the replay is compared with the forward."""
-        self._by_values = self._values = options.determinism_check == "values"
-        """Whether values are compared, as the user asked; whether slots have checksums, also for code that may be
-        compiled in the replay."""
+        self._by_values = options.determinism_check == "values"
+        """Whether the user asked that values are compared."""
+        self._values = self._by_values
+        """Whether slots have checksums."""
         of_all = settings_of_torch["_checkpoint_debug_enabled"]
         self._slot: type[Slot] = PlacedSlot if (options.debug if of_all is None else of_all) else Slot
         self._call: Call | None = None
         self._slots: list[Slot] = []
         self._in_norm = False
-        """Whether a norm layer that is known has saved what came last. A tensor that is no vector ends that."""
+        """Whether a known norm layer has saved the last vector. A tensor that is no vector ends that."""
         self._returned = False  # whether the forward has returned: no slots will be added
         self._sync_point: SyncPoint | None = None
         self._lock = _RLock()
@@ -84,18 +85,19 @@ class Frame:
         self.recomputed: deque[SavedTensors] = deque()
         """At most one element, passed from replay to backward: the tensors that the replay saved."""
         self.around: Around | None = None
-        """A context entered around the replay; it gets the frame, which then has ``recomputed``."""
+        """A context around the replay. It gets the frame, whose ``recomputed`` is full at its end."""
         self.kept: KeptCalls | None = None
         """The results that ``keep`` recorded in the forward, for the replay (kept.py)."""
         self.note: Callable[[Tensor], None] | None = None
-        """Called with each tensor that the forward saves and drops; None: nothing is."""
+        """Called with each tensor that the forward saves and drops. None: nothing is called."""
         self.tail: Callable[[], object] | None = None
         """Called where the replay could stop, which then runs on to its end. None: it stops there."""
 
     def forward(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run ``function``, drop what autograd saves, and return the outputs."""
         call = self._call = Call(function, args, kwargs, self._options)
         if self.checks and not (call.is_alone or is_settled(function) or dispatch_modes_are_active()):
-            self._values = True
+            self._values = True  # the replay may compile code, which then saves other tensors
         self._compilations = compilations.total or (DYNAMO in sys.modules and compilations.look())
         last = newest_node() if self._slot is PlacedSlot else 0
         outputs = call.forward(args, kwargs, self.ambient, self._pack, self._unpack, self._values)
@@ -139,7 +141,7 @@ class Frame:
         return None if self._call is None else self._call.function
 
     def recompute(self) -> None:
-        """Run the replay. Idempotent: the first caller does the work, others wait for it and find it done."""
+        """Run the replay. The first caller does the work, others wait for it. If it raises, the next tries again."""
         with self._lock:
             call, slots = self._call, self._slots
             if call is None or self.recomputed or not slots or slots[-1].tensor is not None:
@@ -201,7 +203,7 @@ class Frame:
         """Run the function again. Return the tensors that it saves, in the order of ``slots``, with their versions.
 
         The last is followed by Stop, unless it is what the function returns: the exception would take longer. With a
-        ``tail`` the function goes on; an error that it raises from then on is none.
+        ``tail`` the function goes on; an error that it raises from then on is ignored.
         """
         total = len(slots)
         checked = self.checks

@@ -1,6 +1,6 @@
 """Hooks: the regions that a thread is in, by the saved-tensor hooks that it has entered.
 
-Those who ask: ``keep``, in regions of this library and of torch, and a selective context that heeds the caller's hooks.
+``keep`` asks, in regions of this library and of torch, and so does a selective context that heeds hooks.
 """
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ Region: TypeAlias = Frame | TorchRegion
 
 
 class Level(NamedTuple):
-    """Where in regions a call is."""
+    """The regions around a call."""
 
     recording: list[Region]
     """The regions whose forward is under way, from the innermost on."""
     replayed: Region | None
     """The region that is replayed around them."""
     around: Sequence[Hooks]
-    """The hooks around all of them."""
+    """The hooks outside of the replayed region, or of all regions if none is replayed."""
     others: Sequence[Hooks]
     """All hooks but those of regions."""
 
@@ -139,7 +139,7 @@ def _contexts(make: ContextFunction) -> Any:
 
 @contextmanager
 def _heeding(mode: AbstractContextManager[Any], users: Hooks) -> Iterator[None]:
-    """``mode``, inside of which the hooks of the region in force name ``users`` as the hooks around it."""
+    """``mode``; inside it, torch sees ``users`` as the hooks around the region."""
     pack, unpack = hooks_in_force(False)
     named = partial(pack)
     look_through(named, users=(partial(users[0]), users[1]))  # a partial has no mark, if the user's is of this library

@@ -80,7 +80,7 @@ def keep(function: Function, /, *args: Any, **kwargs: Any) -> Any:
         works = "keep(router, x), not keep(router(x))"
         with called("keep"):
             raise_fault(Fault("the function is not callable", type(function).__name__, works))
-    if hooks_in_force(True) is None:
+    if hooks_in_force(True) is None:  # True: in a trace of AOTAutograd, too
         return function(*args, **kwargs)
     if functorch_is_active() or forward_ad._current_level >= 0:  # hooks are disabled there
         if any(local.thread.flags[:2]):

@@ -58,7 +58,10 @@ class KeptCalls:
         self._calls.append(call)
 
     def begin(self, fresh: Sequence[object] | None) -> None:
-        """Note that a replay begins, which will save its tensors in ``fresh``. None: the replay has failed."""
+        """Note that a replay begins, which will save its tensors in ``fresh``.
+
+        None: it has failed, or it is one of torch, whose tensors we do not see.
+        """
         self._taken, self._fresh, self._fault = 0, fresh, None
 
     def next(self, region: Any, name: str, checked: bool) -> KeptCall:

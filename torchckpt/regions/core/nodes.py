@@ -1,4 +1,4 @@
-"""Nodes: the autograd Functions of a region, [1], [4], [5] and [8] in its drawing.
+"""Nodes: the autograd Functions of a region, [1], [4], [5] and [8] in the drawing of ``regions/__init__.py``.
 
 ``Fork`` and ``Join`` make an edge between two nodes of the graph that share no data: a phony goes from the fork through
 other nodes to the join. In the backward the join runs first, then the nodes on the phony's way, then the fork. So
@@ -23,14 +23,15 @@ __all__ = ["Checkpoint", "Recompute", "checkpoint", "fork", "join", "phony", "re
 class Checkpoint(Function):
     """Maps an input of a region, and phonies, to the tensor that the region's function gets for that input.
 
-    Its node is the last of the region's backward: it runs when the gradient of the input is computed. It moves the
-    recomputed tensors from the frame into their slots. After it the nodes that made the phonies may run, such as the
-    next replay of a lane.
+    Its node is the last of the region's backward for that input: it runs when the gradient of the input is computed. It
+    moves the recomputed tensors from the frame into their slots: if no unpack has done so, the frame would hold them
+    all. After it the nodes that made the phonies may run, such as the next replay of a lane (``pipe/run/lane.py``).
     """
 
     @staticmethod
     def forward(ctx: Any, frame: Frame, input: Tensor, *phonies: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
+        # Weak: a function that stores its input would hold the frame, which holds the function.
         ctx.frame, ctx.edges = weakref.ref(frame), len(phonies)
         return input.detach()
 

@@ -48,7 +48,7 @@ class Slot:
         return tensor
 
     def accepts(self, tensor: Tensor, values: bool) -> bool:
-        """Whether ``tensor``, saved by the replay, is as the forward saved it; with ``values``, those, too."""
+        """Whether ``tensor``, saved by the replay, is as the forward saved it; with ``values``, its bits, too."""
         if tensor.shape != self.shape or tensor.dtype != self.dtype or tensor.device != self.device:
             return False
         values = values and self.fingerprint is not None

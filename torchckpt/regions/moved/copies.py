@@ -9,9 +9,9 @@
     unpack                            back ─► compute     [5] it has come back
     death, if nobody has unpacked it  back ─► compute     [6] nobody writes the memory, which goes back
 
-No tensor is recorded on another stream (``record_stream``): such memory would be free whenever the host happens to
-ask, and a peak could not be planned. By [3] and [4], it is freed and taken in the order of the calls, whatever the
-copies do. One exception: a backward on another stream than the one of ``issue`` reads memory of that stream's pool.
+A tensor that is recorded on another stream (``record_stream``) is free whenever the host happens to ask, and a peak
+could not be planned. So only one is: what a backward reads on another stream than that of ``issue``. By [3] and [4],
+all others are freed and made in the order of the calls, whatever the copies do.
 """
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Ambient state: the thread's settings and random numbers, which a replay must find as the forward found them.
 
-The *settings* are autocast, the default dtype and device, inference mode, the compiler's stance, and whether subclasses
-of Tensor see functions. A replay enters only those that differ from the settings of its own thread. The *random
-numbers* are states of generators. A replay sets them, and puts the states that it found back at its end.
+The *settings* are autocast and its cache, the default dtype and device, inference mode, whether a dispatch mode is
+there, the compiler's stance, and whether subclasses of Tensor see functions. A replay enters only those that differ
+from the settings of its own thread. The *random numbers* are states of generators. A replay sets them, and puts the
+states that it found back at its end.
 """
 from __future__ import annotations
 
@@ -112,7 +113,7 @@ def use_settings(then: Settings) -> Iterator[None]:
 
 
 class _Watch(DispatchMode):
-    """Changes nothing. In a replay that other modes see and its forward not, it notes what the replay makes."""
+    """Has composite operators run as in the forward. If that had no mode, it notes what the replay makes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

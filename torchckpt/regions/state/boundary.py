@@ -1,4 +1,4 @@
-"""Boundary: the arguments of a region. Only they stay in memory between its forward and its replay."""
+"""Boundary: the arguments of a region, which stay in memory between its forward and its replay."""
 from __future__ import annotations
 
 import weakref
@@ -45,7 +45,7 @@ class Boundary:
         """The structure of the arguments; None if all are tensors or atoms and are passed by position, as mostly."""
         if kwargs or not _LEAVES.issuperset(map(type, args)):
             leaves, self.spec = pytree.tree_flatten((args, dict(kwargs)))
-        hooks = hooks_in_force(False)
+        hooks = hooks_in_force(False)  # False: none in a trace of AOTAutograd, which defers them
         inputs: dict[int, Input] = {}
         self._leaves: list[Any] = []
         for leaf in leaves:

@@ -9,7 +9,7 @@ an error, as in eager autograd.
 
 A buffer is copied when a forward first sees it, and again after it has changed. All calls share the copy until then, so
 a buffer that never changes is copied once. A large copy of such a buffer is not kept. A parameter is copied from the
-second forward on that changes it.
+second forward on that changes it; an embedding's with ``max_norm`` from the first.
 """
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Substitutes(NamedTuple):
 
 
 class Late:
-    """A parameter as the forward left it. A replay may use it if it writes its values of now before it reads it."""
+    """A parameter as the forward left it. A replay may use it if it first writes the values that it has now."""
 
     def __init__(self, parameter: Tensor, path: str) -> None:
         self.parameter, self.path, self.is_changed = parameter, path, False

@@ -3,7 +3,8 @@
 A forward notes which norm layers it ran. In its replay they update copies of their buffers. The output of a layer in
 training does not depend on these buffers, so it is the same to the bit. A layer ran if the versions of its buffers
 changed. A layer that ``reached.py`` does not find is found in the call stack, when autograd saves its running mean.
-Around compiled code there are no hooks: with them Dynamo would trace another graph in the replay than in the forward.
+
+Each layer has its copies by hooks. Around compiled code it has them for the whole replay: hooks would change the graph.
 
 A caller that updates the buffers later by itself (``DeferredBatchNorm``) gets copies by ``on_copies``.
 """
@@ -35,12 +36,12 @@ __all__ = [
     "is_statistic",
     "lend",
     "look",
-    "means",
     "moved",
     "note_caller",
     "on_copies",
     "own_buffers",
     "ran",
+    "running_means",
     "take_back",
     "updates",
 ]
@@ -73,8 +74,8 @@ def look(layers: Iterable[nn.Module], values: bool) -> Looked:
     return looked
 
 
-def means(looked: Looked) -> dict[int, Tensor | None]:
-    """By ``id``: the running means of layers that are known to run. Nothing is noted when autograd saves them."""
+def running_means(looked: Looked) -> dict[int, Tensor | None]:
+    """By ``id``: those of layers that surely run. When autograd saves one of these, its layer need not be noted."""
     return {id(mean := layer._buffers.get("running_mean")): mean for layer, versions, _ in looked if versions is None}
 
 
@@ -161,6 +162,7 @@ _bare: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _OF_NORMS = frozenset({F.batch_norm.__code__, F.instance_norm.__code__})
 
 _DEEPEST = 8
+"""Frames of modes between a function and its layer, at most."""
 
 
 def is_statistic(tensor: Tensor) -> bool:

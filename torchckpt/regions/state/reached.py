@@ -2,8 +2,7 @@
 
 They are in the modules that it holds or names, or comes to by either. Dynamo may compile in a replay what ran from its
 cache in the forward, and save other tensors then. So the values of what is saved are compared if code was compiled
-inside of a replay. The forward has noted checksums of them if there were compilations since a replay of its function
-last ran without one: in the first steps, that is.
+inside of a replay. So the first steps note checksums; later ones do once code was compiled again.
 """
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ def norm_layers_of(function: Function, layout: Layout | None) -> Collection[nn.M
 
 
 def runs_compiled_code(function: Function) -> bool:
-    """Whether a norm layer that ``function`` reaches may be called in compiled code, or without a call of its module:
-    in a module or a function that was compiled, or by a bound forward."""
+    """Whether ``function`` reaches compiled code, or is a method of a norm layer, such as its bound forward."""
     if type(function) is MethodType and isinstance(function.__self__, norm_layer):
         return True
     if "torch._dynamo" not in sys.modules:
@@ -96,8 +94,10 @@ _settled: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
 def is_settled(function: Function) -> bool:
-    """Whether nothing was compiled since ``settle``. True without Dynamo, and of a function that reaches no compiled
-    code: checksums would make the host wait for the device."""
+    """Whether nothing was compiled since ``settle``, or ``function`` reaches no compiled code.
+
+    Checksums are then avoided: the host would wait for the device.
+    """
     total = compilations.total or compilations.look()
     return not total or _settled.get(_key(function)) == total or not runs_compiled_code(function)
 
