@@ -233,7 +233,7 @@ def test_threads_that_differentiate_leave_all_as_it_was():
     finally:
         sys.setswitchinterval(every)
     assert torch.equal(torch.get_rng_state(), state)
-    assert not (traceback.get_current_meta() or traceback.has_preserved_node_meta())
+    assert (traceback.get_current_meta(), traceback.has_preserved_node_meta()) == ({}, False)
 
 
 def test_call_that_compiles_while_a_backend_traces_in_another_thread(monkeypatch):
