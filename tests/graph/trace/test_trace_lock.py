@@ -1,6 +1,8 @@
 """TraceLock: who waits for whom, as a list of what happened."""
 from __future__ import annotations
 
+import itertools
+import linecache
 import sys
 import threading
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tests.helpers import in_threads
 from torchckpt import graph
 from torchckpt.graph.private.dynamo import compile_lock
+from torchckpt.graph.trace import capture
 from torchckpt.graph.trace.capture import TRACE_LOCK, TraceLock
 from torchckpt.regions.flags import state_lock
 
@@ -293,3 +296,32 @@ def test_traces_and_compilations_side_by_side():
         model(torch.ones(2, 3)).sum().backward()
 
     run(call, trace, compile_)
+
+
+def test_a_call_that_is_interrupted_before_it_begins_keeps_nobody_waiting():
+    lock, left = TraceLock(), 0
+
+    def trace(frame, event, _):
+        nonlocal left
+        if frame.f_code.co_filename != capture.__file__:
+            return None
+        here = linecache.getline(capture.__file__, frame.f_lineno).strip()
+        if event == "line" and not here.startswith("with "):  # no signal comes there
+            left -= 1
+            if not left:
+                raise KeyboardInterrupt
+        return trace
+
+    for line in itertools.count(1):
+        left, before = line, sys.gettrace()
+        sys.settrace(trace)
+        try:
+            with lock.calling():
+                sys.settrace(before)
+                break  # it has begun
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        assert lock._is_free(0), line
+    assert line > 3

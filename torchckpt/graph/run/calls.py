@@ -176,7 +176,7 @@ class Planned:
     @property
     def plans(self) -> tuple[Plan, ...]:
         """The plans so far, one for each kind of inputs (shapes, dtypes, mode)."""
-        return tuple(call.plan for call in self._calls.known.values() if call.plan is not None)
+        return tuple(call.plan for call in list(self._calls.known.values()) if call.plan is not None)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
         """Trace and plan a call with these inputs, without running it."""
