@@ -12,7 +12,7 @@ from torch import nn, ones
 from tests.command.lines import printed, refused
 from tests.slow import slow_but
 from torchckpt import costs
-from torchckpt.costs.mesh import LAYOUT
+from torchckpt.costs.mesh import layout_around
 from torchckpt.planning.device import DEVICES
 
 TINY = ("plan", "examples.plan_llama:tiny", "--device", "h100", "--schedule", "1f1b", "--microbatches", "4")
@@ -34,7 +34,7 @@ def counted_once(monkeypatch, counted):
             stages, *rest = build()
         except Exception:
             return count(build, device, **options)  # which explains it
-        key = str((LAYOUT.get(), DEVICES[device], stages, [one.shape for one in rest[:1]], sorted(options.items())))
+        key = str((layout_around(), DEVICES[device], stages, [one.shape for one in rest[:1]], sorted(options.items())))
         if key not in counted:
             counted[key] = count(build, device, **options)
         return counted[key]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.costs.models import MODELS, ROWS, WIDTH, Mlp, vector
+from tests.helpers import in_threads
 from torchckpt import ArgumentError, checkpoint
 from torchckpt.costs import PipelineCosts, pipeline_costs
 from torchckpt.costs.count import static_of
@@ -201,6 +202,26 @@ def test_threads_count_one_after_the_other(profile):
     assert of_process() == before
     alone = [pipeline_costs(linears, "h100", dtype=dtype).stages[0].saved_bytes for dtype in ("fp32", "fp64")]
     assert [results[number].stages[0].saved_bytes for number in range(8)] == alone * 4
+
+
+def test_a_replay_in_another_thread_waits_for_the_count_and_leaves_what_was_there():
+    """It needs the default dtype of its forward, which is of the process."""
+    loss = checkpoint(lambda x: (x.sin() * torch.ones(4)).exp(), torch.ones(4, requires_grad=True)).sum()
+    counts, has_run = threading.Event(), threading.Event()
+
+    def build():
+        counts.set()
+        has_run.wait(0.3)
+        return linears()
+
+    def replay():
+        counts.wait(30)
+        loss.backward()
+        has_run.set()
+
+    _, costs = in_threads(replay, lambda: pipeline_costs(build, "h100", dtype="fp64"))
+    assert costs.stages[0].saved_bytes == pipeline_costs(linears, "h100", dtype="fp64").stages[0].saved_bytes
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_an_lstm_has_its_flops():

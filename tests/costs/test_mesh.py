@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import sys
+from contextvars import copy_context
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.distributed.ranks import one_rank
+from tests.helpers import in_thread
 from tests.settings import with_gloo
 from torchckpt import ArgumentError, checkpoint
 from torchckpt.costs import Collective, fake_mesh, pipeline_costs
@@ -369,3 +371,16 @@ def test_kernels_of_an_accelerator():
     ours, theirs = there.counted[0].blocks[0], here.counted[0].blocks[0]
     assert ours.collectives == theirs.collectives
     assert ours.work.saved_bytes < theirs.work.saved_bytes
+
+
+def test_other_threads_and_contexts_are_inside_of_a_mesh_too():
+    """It is of the process, as its group is."""
+    entered = fake_mesh(tp=2)
+    mesh = copy_context().run(entered.__enter__)
+    try:
+        costs = in_thread(pipeline_costs, of_blocks(reduced(mesh.get_group("tp"))), "h100")
+    finally:
+        entered.__exit__(None, None, None)
+    assert {one.dimension for one in costs.counted[0].blocks[0].collectives} == {"tp"}
+    assert not dist.is_initialized()
+    assert not pipeline_costs(of_blocks(torch.sin), "h100").counted[0].blocks[0].collectives

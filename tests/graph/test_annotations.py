@@ -1,6 +1,8 @@
 """Notes on nodes, as they are written and as they are read."""
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import fx
@@ -109,3 +111,28 @@ def test_alias_that_is_returned_is_what_was_marked():
         assert tracing.unmarked(twice) is x
         assert tracing.unmarked(x) is x
         assert tracing.unmarked("text") == "text"
+
+
+def test_a_region_that_another_thread_enters_while_it_is_traced():
+    """As one that modules have in common, of which another is called meanwhile."""
+    shared = region("shared")
+
+    def enter(entered, traced):
+        with shared:
+            entered.set()
+            traced.wait(30)
+
+    def function(x):
+        events = threading.Event(), threading.Event()
+        thread = threading.Thread(target=enter, args=events, daemon=True)
+        with shared:
+            thread.start()
+            events[0].wait(30)
+            x = x.sin()
+        x = x.exp()
+        events[1].set()
+        thread.join(30)
+        return x.sum()
+
+    regions = notes(function, leaf(3))
+    assert (regions["sin"], regions["exp"]) == (["shared"], [])

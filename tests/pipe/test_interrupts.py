@@ -18,7 +18,7 @@ from torch.nn.functional import mse_loss
 import torchckpt
 from tests.pipe.skips import Pop, Stash
 from tests.slow import slow
-from torchckpt.pipe import batchnorm, skip
+from torchckpt.pipe import batchnorm
 from torchckpt.regions.flags import local
 from torchckpt.regions.private import hooks_in_force
 
@@ -92,7 +92,7 @@ def test_an_interrupt_at_any_line_leaves_all_as_before(run: Any, every: int) -> 
     run(a_pipe(), x)  # what torch does once
     with counted.on():
         run(pipe, x)
-    after, skips = state(pipe), skip._current.get()  # those that earlier tests have stashed outside of a pipe
+    after, skips = state(pipe), local.thread.skips  # those that earlier tests have stashed outside of a pipe
     end = range(counted.lines - 60, counted.lines + 1, every // 11)  # the update
     for line in [*range(every, counted.lines, every), *end]:
         pipe, interrupts = a_pipe(), Interrupts(line)
@@ -101,7 +101,7 @@ def test_an_interrupt_at_any_line_leaves_all_as_before(run: Any, every: int) -> 
             run(pipe, x)
         assert_same(state(pipe), before, interrupts.where)
         assert not batchnorm._under_way, interrupts.where
-        assert skip._current.get() is skips, interrupts.where
+        assert local.thread.skips is skips, interrupts.where
         assert hooks_in_force(False) is None, interrupts.where
         assert local.thread.flags == (False, False, None), interrupts.where
         run(pipe, x)

@@ -4,8 +4,11 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+import threading
 import weakref
 from collections.abc import Callable
+from contextvars import copy_context
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -473,3 +476,19 @@ def test_a_layer_that_stashes_and_is_a_region_by_itself_leaves_nothing_after_its
     with without_collector():
         layers(torch.randn(2, 4)).sum().backward()
         assert [reference() for reference in freed] == [None, None]
+
+
+def test_threads_that_share_a_context_have_skips_of_their_own():
+    """As those of ``asyncio.to_thread``, which has each thread run in a copy of the caller's context."""
+
+    class Meet(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            barrier.wait()
+            return x
+
+    barrier = threading.Barrier(1)
+    model, inputs = nn.Sequential(Stash("x"), Meet(), Pop("x")), [torch.zeros(2), torch.ones(2)]
+    expected = [model(x) for x in inputs]  # the caller's context has skips from now on
+    barrier = threading.Barrier(2)
+    received = in_threads(*(partial(copy_context().run, model, x) for x in inputs))
+    assert all(map(torch.equal, received, expected))

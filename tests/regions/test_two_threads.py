@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from tests.helpers import in_threads
-from torchckpt import checkpoint, checkpoint_module, is_checkpointing, is_recomputing
+from tests.settings import default_dtype
+from torchckpt import CheckpointError, checkpoint, checkpoint_module, is_checkpointing, is_recomputing
+from torchckpt.regions.state import ambient
 
 
 @pytest.fixture(autouse=True)
@@ -162,3 +164,113 @@ def test_norm_layer_replayed_by_two_threads_keeps_its_statistics():
     buffers = {name: (id(buffer), buffer.tolist()) for name, buffer in norm.named_buffers()}
     meeting.run(losses[0].backward, losses[1].backward)
     assert {name: (id(buffer), buffer.tolist()) for name, buffer in norm.named_buffers()} == buffers
+
+
+# settings of the process ----------------------------------------------------------------------------------------------
+
+
+class Replay:
+    """That of a region whose forward had a default dtype of its own, which its function reads behind a ``hold``."""
+
+    def __init__(self, dtype, hold=lambda: None):
+        self.has_begun, self.hold, self.read = threading.Event(), hold, []
+        x = torch.ones(4, dtype=torch.float64, requires_grad=True)
+        with default_dtype(dtype):
+            self._loss = checkpoint(self._function, x).sum()
+
+    def _function(self, x):
+        y = x.sin()
+        if is_recomputing():
+            self.has_begun.set()
+            self.hold()
+        self.read.append(torch.get_default_dtype())
+        return (y * torch.ones(4)).exp()
+
+    def run(self):
+        self._loss.backward()
+
+
+@pytest.fixture
+def vary(monkeypatch):
+    """Replays have needed other default dtypes than they found."""
+    monkeypatch.setattr(ambient.of_process, "vary", True)
+
+
+def test_replays_that_need_the_same_default_dtype_have_it_together():
+    """The first to end leaves it to the other."""
+    has_ended = threading.Event()
+    second = Replay(torch.float64, lambda: has_ended.wait(30))
+    first = Replay(torch.float64, lambda: second.has_begun.wait(30))
+
+    def run_first():
+        first.run()
+        has_ended.set()
+
+    def run_second():
+        first.has_begun.wait(30)
+        second.run()
+
+    in_threads(run_first, run_second)
+    assert first.read == second.read == [torch.float64, torch.float64]
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float64, torch.float32), (torch.float32, torch.float64)], ids=str)
+def test_a_replay_that_needs_another_default_dtype_waits(dtypes, vary):
+    second = Replay(dtypes[1])
+    first = Replay(dtypes[0], lambda: second.has_begun.wait(0.3))
+
+    def run_second():
+        first.has_begun.wait(30)
+        second.run()
+        assert first.read[1:]  # it had ended
+
+    in_threads(first.run, run_second)
+    assert [first.read, second.read] == [[dtypes[0]] * 2, [dtypes[1]] * 2]
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_replay_does_not_wait_for_ever(monkeypatch, vary):
+    monkeypatch.setattr(ambient, "_PATIENCE_SECONDS", 0.1)
+    has_failed, second = threading.Event(), Replay(torch.float32)
+    first = Replay(torch.float64, lambda: has_failed.wait(30))
+
+    def run_second():
+        first.has_begun.wait(30)
+        with pytest.raises(CheckpointError, match=r"others have needed.*float64"):
+            second.run()
+        has_failed.set()
+
+    in_threads(first.run, run_second)
+    assert first.read == [torch.float64] * 2
+    second.run()  # now nobody needs another
+    assert second.read == [torch.float32] * 2
+
+
+def test_a_backward_in_a_replay_has_the_default_dtype_of_its_own_forward():
+    inner = Replay(torch.float32)
+    outer = Replay(torch.float64, inner.run)
+    outer.run()
+    assert [outer.read, inner.read] == [[torch.float64] * 2, [torch.float32] * 2]
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.accelerator
+@pytest.mark.parametrize("dtypes", [(torch.float64, torch.float64), (torch.float64, torch.float32)], ids=str)
+def test_devices_replay_under_the_default_dtypes_of_their_forwards(two_accelerators, dtypes):
+    """Each device has a thread for its backward."""
+
+    def function(x):
+        for _ in range(3):
+            x = (x * torch.ones(4, device=x.device)).sin().exp()
+        return x
+
+    for _ in range(10):
+        leaves = [torch.ones(4, device=of, dtype=dtype) for of, dtype in zip(two_accelerators, dtypes)]
+        outputs = [leaf.requires_grad_() for leaf in leaves]
+        for _ in range(6):
+            for place, dtype in enumerate(dtypes):
+                with default_dtype(dtype):
+                    outputs[place] = checkpoint(function, outputs[place])
+        torch.autograd.backward([output.sum() for output in outputs])
+        assert torch.get_default_dtype() == torch.float32

@@ -1,6 +1,8 @@
 """The helpers of torchckpt.testing count what there is, and find what differs."""
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -425,3 +427,20 @@ def test_parameters_do_not_count_in_a_backward_that_makes_a_graph():
         (gradient,) = torch.autograd.grad(layers(x).sum(), x, create_graph=True)
         gradient.square().sum().backward()
     assert saved.total < 64 * 64 * 4
+
+
+def test_replays_of_two_threads_are_both_counted():
+    class Slow(Counter):
+        """Where the other thread comes in between."""
+
+        def __missing__(self, region):
+            other.start()
+            other.join(0.3)
+            return 0
+
+    with count_recomputes() as recomputes:
+        other = threading.Thread(target=recomputes._seen, args=("block",))
+        recomputes.by_region = Slow()
+        recomputes._seen("block")
+        other.join(30)
+    assert recomputes.total == 2

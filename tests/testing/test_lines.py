@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint as torchs
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import torchckpt
-from tests.helpers import Block, assert_equal, in_thread, leaf, run
+from tests.helpers import Block, assert_equal, in_thread, in_threads, leaf, run
 from torchckpt import ArgumentError, checkpoint, keep
 from torchckpt.testing import SavedByLine, SavedLine, saved_by_line, saved_bytes
 
@@ -388,3 +389,28 @@ def test_the_picture_has_a_bar_for_each_row(tmp_path):
         "layers.*.up Addmm a/gpt.py:7",
         "5 kB",
     ]
+
+
+keeping_sines = partial(create_selective_checkpoint_contexts, [torch.ops.aten.sin.default])
+
+
+def test_what_policies_of_other_threads_keep_does_not_count():
+    """Nor is the policy of torch watched when all have ended, in whichever order."""
+    init, entered, left = torch.utils.checkpoint._VersionWrapper.__init__, threading.Barrier(2), threading.Event()
+
+    def step(x, wait):
+        entered.wait(30)
+        checkpoint(lambda x: x.sin().exp(), x, context_fn=keeping_sines).sum().backward()
+        entered.wait(30)
+        wait()
+
+    def count(size, wait):
+        return saved_by_line(lambda: step(leaf(size), wait)).total
+
+    def first():
+        total = count(10, lambda: None)
+        left.set()
+        return total
+
+    assert in_threads(first, lambda: count(1000, lambda: left.wait(30))) == [80, 8000]
+    assert torch.utils.checkpoint._VersionWrapper.__init__ is init

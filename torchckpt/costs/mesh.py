@@ -4,7 +4,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import combinations, product
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["LAYOUT", "Layout", "fake_mesh", "sharded_over"]
+__all__ = ["Layout", "fake_mesh", "layout_around", "sharded_over"]
 
 
 @dataclass(frozen=True)
@@ -48,13 +47,18 @@ class Layout:
         return tuple(sorted(map(sum, product(*choices))))
 
 
-LAYOUT: ContextVar[Layout | None] = ContextVar("torchckpt_layout", default=None)
-"""That of the :func:`fake_mesh` around the caller; None outside of one."""
+_entered: list[Layout] = []
+"""That of the :func:`fake_mesh` that is entered: at most one, as of process groups, and in all threads."""
+
+
+def layout_around() -> Layout | None:
+    """The layout of the :func:`fake_mesh` that is entered; None if none is."""
+    return next(iter(_entered), None)
 
 
 def sharded_over(tensor: Tensor) -> str:
     """The dimensions of the mesh that a DTensor is sharded over, such as ``dp_tp``; empty if each rank has it whole."""
-    layout = LAYOUT.get()
+    layout = layout_around()
     if layout is None or not isinstance(tensor, imported("torch.distributed.tensor", "DTensor")):
         return ""
     from torch.distributed import get_process_group_ranks
@@ -96,11 +100,11 @@ def fake_mesh(*, rank: int = 0, **dimensions: int) -> Iterator[DeviceMesh]:
     from torchckpt.costs.private.mesh import ranks_without_processes
 
     with ranks_without_processes(rank, math.prod(dimensions.values())):
-        token = LAYOUT.set(Layout(dimensions, rank))
+        _entered.append(Layout(dimensions, rank))
         try:
             yield init_device_mesh("cpu", tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
         finally:
-            LAYOUT.reset(token)
+            _entered.clear()
 
 
 def _faults(rank: object, dimensions: dict[str, int]) -> Iterator[Fault]:

@@ -18,7 +18,7 @@ import torch
 
 from torchckpt.costs.chain import Build, Mesh, counted_chain, profiled_chain
 from torchckpt.costs.count import Counted, Part, Static, counted
-from torchckpt.costs.mesh import LAYOUT, Layout
+from torchckpt.costs.mesh import Layout, layout_around
 from torchckpt.costs.operation import KERNELS, Ledger
 from torchckpt.costs.pace import Pace, pace_of
 from torchckpt.costs.profile import device_here, with_seconds
@@ -160,7 +160,7 @@ def pipeline_costs(
     """
     machine = device_named(device) if not isinstance(device, Device) else device
     check(_faults(efficiency, dtype, optimizer_bytes, link_bytes_per_second, kernels, profile))
-    default, layout = None if dtype is None else _DTYPES[dtype], LAYOUT.get()
+    default, layout = None if dtype is None else _DTYPES[dtype], layout_around()
     pace = pace_of(_multiplying(machine, dtype), efficiency, EFFICIENCY)
     ledger, mesh = (partial(Ledger, pace), None) if layout is None else _in_mesh(layout, machine, pace)
     count = partial(counted, ledger_of=ledger, optimizer_bytes=optimizer_bytes)
@@ -260,7 +260,7 @@ def _faults(
     if kernels not in KERNELS:
         rule, works = f"kernels is not {' or '.join(KERNELS)}", 'kernels="accelerator"'
         faults.append(Fault(rule, f"kernels={kernels!r}", works))
-    if profile and LAYOUT.get() is not None:
+    if profile and layout_around() is not None:
         rule = "profile runs on one device, and the ranks of a fake_mesh are not there"
         faults.append(Fault(rule, f"profile={profile!r}", "profile=False, or stages that are not parallelized"))
     return faults

@@ -123,12 +123,14 @@ class Region:
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> Region:
-        self._entered.append(_inside_region(self.name) if is_tracing() else nullcontext())
-        self._entered[-1].__enter__()
+        if is_tracing():  # one thread at a time does; others may enter this very region meanwhile
+            self._entered.append(_inside_region(self.name))
+            self._entered[-1].__enter__()
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        self._entered.pop().__exit__(*raised)
+        if is_tracing():
+            self._entered.pop().__exit__(*raised)
 
     def __call__(self, function: F) -> F:
         """Wrap ``function`` so that each call runs in this region."""

@@ -18,6 +18,7 @@ from torchckpt.graph.progress import Watch
 from torchckpt.graph.run.rematerialize import rematerialize
 from torchckpt.graph.step.costs import Measure, cost_of, roofline
 from torchckpt.graph.step.joint import joint_of, needed
+from torchckpt.graph.trace.capture import TRACE_LOCK
 from torchckpt.planning.draw.units import aligned, units_of_bytes
 from torchckpt.planning.figures import Drawn
 from torchckpt.planning.remat.flow.late import separators as separating_nodes
@@ -87,6 +88,7 @@ def frontier(
 
 
 @called("simulate()")
+@TRACE_LOCK.tracing()
 def simulate(gm: fx.GraphModule, workspaces: bool = True) -> Memory:
     """The bytes alive while each operation of ``gm`` runs, without its inputs, parameters and buffers.
 

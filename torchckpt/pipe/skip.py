@@ -17,7 +17,6 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -101,15 +100,11 @@ class _Plain:
         return self._kept.pop(name)
 
 
-_current: ContextVar[_Plain | StageSkips | None] = ContextVar("torchckpt skips", default=None)
-
-
 def _holder() -> _Plain | StageSkips:
-    holder = _current.get()
-    if holder is None:
-        holder = _Plain()
-        _current.set(holder)
-    return holder
+    thread = local.thread
+    if thread.skips is None:
+        thread.skips = _Plain()
+    return thread.skips  # type: ignore[no-any-return]
 
 
 @dataclass
@@ -242,16 +237,17 @@ class StageSkips:
         """
         # is_recomputing() also holds in a forward inside the replay of an outer region.
         is_forward, self._entered = not self._entered, True
-        holder, outer = _current.get(), (self._is_forward, self._kept, self._arguments)
+        thread, outer = local.thread, (self._is_forward, self._kept, self._arguments)
+        holder = thread.skips
         try:
-            _current.set(self)  # inside: an interrupt may come right after it
+            thread.skips = self  # inside: an interrupt may come right after it
             self._is_forward, self._kept, self._arguments = is_forward, {}, arguments
             output = function()
             if self._skips is not None and is_forward and self._skips.are_any:
                 self._skips.leave(arguments, self._kept, tensors_of(output)[0])
             return output, self._kept
         finally:
-            _current.set(holder)
+            thread.skips = holder
             self._is_forward, self._kept, self._arguments = outer
             if is_forward:
                 self._skips = self._fetch = None

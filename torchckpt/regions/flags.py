@@ -50,6 +50,7 @@ class _Thread:
         self.norms: Noted | None = None
         """Those of the forward that it runs."""
         self.order: Any = None  # when the regions that it moves to the host are released and fetched (moved/order.py)
+        self.skips: Any = None  # of the stage that it runs, or of layers outside of a pipe (pipe/skip.py)
         self.workers: Any = None  # a weak reference to the threads of its last forward of a pipe (pipe/run/worker.py)
         self.tracing: object = None  # the tracer (torchckpt.graph) that now traces this thread's calls as a graph
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,6 +38,7 @@ class Recomputes:
 
     def __init__(self) -> None:
         self.by_region: Counter[str] = Counter()
+        self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         return f"<Recomputes: {self.total}, {dict(self.by_region)}>"
@@ -46,7 +48,8 @@ class Recomputes:
         return self.by_region.total()
 
     def _seen(self, region: str) -> None:
-        self.by_region[region] += 1
+        with self._lock:
+            self.by_region[region] += 1
 
 
 @contextmanager

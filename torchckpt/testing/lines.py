@@ -4,9 +4,10 @@ from __future__ import annotations
 import gc
 import re
 import sys
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Set
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -188,7 +189,7 @@ class KeptStorages(SavedBytes):
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        with saved_tensors_hooks(self._pack, self._unpack), kept_by_policies(self._saved):
+        with saved_tensors_hooks(self._pack, self._unpack), _kept_in_this_thread(self._saved):
             yield
 
     def at_peak(self) -> list[tuple[Place, int]]:
@@ -233,6 +234,32 @@ class KeptStorages(SavedBytes):
 
 keep_from_dynamo(KeptStorages._pack, KeptStorages._unpack)
 look_through(KeptStorages._pack)
+
+_watching: list[tuple[int, Callable[[Tensor], object]]] = []
+"""The threads whose policies are watched, and by what."""
+_lock, _policies = threading.Lock(), ExitStack()
+"""Policies are watched in all threads, until the last of those has ended."""
+
+
+@contextmanager
+def _kept_in_this_thread(pack: Callable[[Tensor], object]) -> Iterator[None]:
+    """Inside the block, ``pack`` gets each tensor that a selective policy of this thread keeps."""
+    mine = threading.get_ident(), pack
+    with _lock:
+        if not _watching:
+            _policies.enter_context(kept_by_policies(_packed))
+        _watching.append(mine)
+    try:
+        yield
+    finally:
+        with _lock:
+            _watching.remove(mine)
+            if not _watching:
+                _policies.close()
+
+
+def _packed(tensor: Tensor) -> list[object]:
+    return [pack(tensor) for thread, pack in tuple(_watching) if thread == threading.get_ident()]
 
 
 def storages_alive(activations: bool = True) -> set[StorageWeakRef]:

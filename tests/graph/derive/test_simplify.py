@@ -1,8 +1,10 @@
 """The simplifier of graphs, against the rules of TVM Relax's ``Gradient`` simplifier, and where it goes beyond them."""
 from __future__ import annotations
 
+import copy
 import operator
 import random
+import threading
 import warnings
 
 import pytest
@@ -12,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from tests.helpers import in_threads
 from torchckpt.errors import ArgumentError
 from torchckpt.graph.derive.simplify import simplify
 
@@ -629,3 +632,27 @@ def test_any_graph_keeps_its_values_and_loses_transposes(batch):
         for exact in (True, False):
             lost += transposes(module) - transposes(assert_simplified(module, inputs, exact))
     assert lost > 30
+
+
+def test_threads_leave_the_filters_of_warnings_as_they_were(monkeypatch):
+    """They are of the process: one put back what another had set."""
+    module, before, deepcopy = traced(torch.sin, real(3)), list(warnings.filters), copy.deepcopy
+    copying, has_ended = [threading.Event(), threading.Event()], threading.Event()
+
+    def slow(graph):
+        number = int(copying[0].is_set())
+        copying[number].set()
+        (has_ended if number else copying[1]).wait(0.3)
+        return deepcopy(graph)
+
+    def first():
+        simplify(module)
+        has_ended.set()
+
+    def second():
+        copying[0].wait(30)
+        simplify(module)
+
+    monkeypatch.setattr(copy, "deepcopy", slow)
+    in_threads(first, second)
+    assert list(warnings.filters) == before

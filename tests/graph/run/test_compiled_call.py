@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+import threading
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 from torchckpt import graph
 from torchckpt.errors import CaptureError
+from torchckpt.graph.private.dynamo import compile_lock
 from torchckpt.graph.run import backend, calls
 
 by_kernels = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor makes C++")
@@ -159,3 +161,24 @@ def test_kernels_that_allocate_more_than_any_plan(monkeypatch):
     call, x = graph.rematerialize(nn.Linear(4, 4), engine="inductor"), torch.randn(2, 4)
     with pytest.raises(CaptureError, match=r'(?s)Inductor allocates more than.*rematerialize\(model, engine="eager"\)'):
         call(x)
+
+
+def test_a_call_that_is_compiled_waits_for_other_traces_before_it_looks_at_the_generator(by_operators, monkeypatch):
+    """Else it puts back what it found in the middle of another one, such as the seed of a trace."""
+    fork, forks = torch.random.fork_rng, threading.Event()
+
+    def fork_rng():
+        forks.set()
+        return fork()
+
+    monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
+    thread = threading.Thread(
+        target=lambda: graph.rematerialize(nn.Linear(3, 3), torch.ones(2, 3), engine="inductor"), daemon=True
+    )
+    with compile_lock():
+        thread.start()
+        assert not forks.wait(0.5)
+        torch.manual_seed(7)
+    thread.join(60)
+    assert forks.is_set()
+    assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(7).get_state())

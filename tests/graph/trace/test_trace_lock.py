@@ -1,15 +1,22 @@
 """TraceLock: who waits for whom, as a list of what happened."""
 from __future__ import annotations
 
+import itertools
+import linecache
+import sys
 import threading
 from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import nn
+from torch.fx import traceback
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from tests.helpers import in_threads
 from torchckpt import graph
 from torchckpt.graph.private.dynamo import compile_lock
+from torchckpt.graph.trace import capture
 from torchckpt.graph.trace.capture import TRACE_LOCK, TraceLock
 from torchckpt.regions.flags import state_lock
 
@@ -193,6 +200,45 @@ def test_error_inside_gives_the_lock_of_others_back(other):
     run(use)
 
 
+MODULE = nn.Linear(3, 3)
+TRACES = {
+    "gradient": lambda: graph.gradient(lambda x: x.sin().sum(), torch.ones(3)),
+    "gradients": lambda: graph.gradients(MODULE, torch.ones(2, 3), checkpoints=None),
+    "simulate": lambda: graph.simulate(make_fx(torch.sin, tracing_mode="fake")(torch.ones(3))),
+}
+
+
+@pytest.mark.parametrize("trace", TRACES.values(), ids=TRACES)
+def test_all_that_traces_or_measures_waits(trace):
+    """Else the generator is left at the seed of a trace, and notes on nodes where another trace put them."""
+
+    thread = threading.Thread(target=trace, daemon=True)
+    with TRACE_LOCK.tracing():
+        thread.start()
+        with TRACE_LOCK._changed:
+            assert TRACE_LOCK._changed.wait_for(lambda: thread.ident in TRACE_LOCK._waiting, timeout=10)
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_threads_that_differentiate_leave_all_as_it_was():
+    state, every = torch.get_rng_state(), sys.getswitchinterval()
+    x, w = torch.ones(2, 3), torch.ones(3, 3)
+    (expected,) = graph.gradients(lambda x: MODULE(x @ w).sin(), [x], checkpoints=None)
+
+    def work():
+        (found,) = graph.gradients(lambda x: MODULE(x @ w).sin(), [x], checkpoints=None)
+        assert torch.equal(found, expected)
+
+    sys.setswitchinterval(1e-5)
+    try:
+        in_threads(*[work] * 4)
+    finally:
+        sys.setswitchinterval(every)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (traceback.get_current_meta(), traceback.has_preserved_node_meta()) == ({}, False)
+
+
 def test_call_that_compiles_while_a_backend_traces_in_another_thread(monkeypatch):
     story, backend = Story(), graph.backend(inner="eager")
     plan = backend._planner
@@ -250,3 +296,32 @@ def test_traces_and_compilations_side_by_side():
         model(torch.ones(2, 3)).sum().backward()
 
     run(call, trace, compile_)
+
+
+def test_a_call_that_is_interrupted_before_it_begins_keeps_nobody_waiting():
+    lock, left = TraceLock(), 0
+
+    def trace(frame, event, _):
+        nonlocal left
+        if frame.f_code.co_filename != capture.__file__:
+            return None
+        here = linecache.getline(capture.__file__, frame.f_lineno).strip()
+        if event == "line" and not here.startswith("with "):  # no signal comes there
+            left -= 1
+            if not left:
+                raise KeyboardInterrupt
+        return trace
+
+    for line in itertools.count(1):
+        left, before = line, sys.gettrace()
+        sys.settrace(trace)
+        try:
+            with lock.calling():
+                sys.settrace(before)
+                break  # it has begun
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        assert lock._is_free(0), line
+    assert line > 3

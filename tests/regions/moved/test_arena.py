@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from contextlib import contextmanager
 from itertools import count, pairwise
 
@@ -175,3 +176,21 @@ def test_it_is_pinned_once(accelerator):
     pieces = [arena.take(MIB) for _ in range(3)]
     assert all(piece.bytes.is_pinned() for piece in pieces)
     assert arena.bytes == 64 * MIB
+
+
+def test_no_byte_is_handed_out_twice_where_another_thread_takes_while_memory_is_pinned(arena):
+    """As one that measures the link to the host."""
+    taken = []
+
+    class Chunks(list):
+        def append(self, chunk):
+            super().append(chunk)
+            thread.start()
+            thread.join(0.3)
+
+    arena._chunks, thread = Chunks(), threading.Thread(target=lambda: taken.append(arena.take(512)))
+    arena.reserve(4096)
+    thread.join(30)
+    arena._chunks = list(arena._chunks)
+    taken += [arena.take(4096 - 512), arena.take(512)]
+    assert len({piece.bytes.data_ptr() for piece in taken}) == 3

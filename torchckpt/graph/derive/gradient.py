@@ -13,6 +13,7 @@ from torchckpt.errors import Fault, called, check, raise_fault
 from torchckpt.graph.derive.adjoint import planned, planner_of
 from torchckpt.graph.derive.derivative import Marks, Primal, derivative_of, gradients_of, is_real
 from torchckpt.graph.keep import Keep
+from torchckpt.graph.trace.capture import TRACE_LOCK
 
 __all__ = ["gradient", "gradients"]
 
@@ -20,6 +21,7 @@ Checkpoints: TypeAlias = "Keep | Sequence[str | Tensor]"
 
 
 @called("gradient()")
+@TRACE_LOCK.tracing()
 def gradient(
     fn: Callable[..., Any],
     *example: Tensor,
@@ -117,9 +119,20 @@ def gradients(
         CaptureError: ``fn`` depends on the values of its tensors, changes its inputs, or has no derivative.
     """
     examples = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    arriving = [grad_outputs] if isinstance(grad_outputs, Tensor) else list(grad_outputs or [])
+    more = [gradient for gradient in arriving if gradient is not None]
+    results = _adjoint(fn, examples, arriving, more, checkpoints)(*examples, *more)
+    return results[0] if isinstance(inputs, Tensor) else type(inputs)(results)  # type: ignore[call-arg]
+
+
+@TRACE_LOCK.tracing()
+def _adjoint(
+    fn: Callable[..., Any], examples: Sequence[Tensor], arriving: Sequence[Tensor | None], more: Sequence[Tensor],
+    checkpoints: Checkpoints,
+) -> fx.GraphModule:
+    """The gradients of ``examples``, as a module that takes them, and then ``more``: what of ``arriving`` is given."""
     planner = planner_of(_without_inputs(checkpoints, examples))
     primal = Primal(fn, examples)
-    arriving = [grad_outputs] if isinstance(grad_outputs, Tensor) else list(grad_outputs or [])
     required = {name for name, tensor in primal.inputs.items() if tensor.is_floating_point() or tensor.is_complex()}
 
     def ask(leaves: list[Any], tensors: dict[str, Tensor], more: Sequence[Tensor]) -> list[Tensor | None]:
@@ -130,10 +143,7 @@ def gradients(
         starts = [_ones(output) if gradient is None else next(following) for output, gradient in pairs]
         return gradients_of(outputs, starts, [tensors[name] for name in primal.inputs])
 
-    more = [gradient for gradient in arriving if gradient is not None]
-    derivative = derivative_of(primal, required, Marks(), ask, more)
-    results = planned(derivative, planner, outputs=False)(*examples, *more)
-    return results[0] if isinstance(inputs, Tensor) else type(inputs)(results)  # type: ignore[call-arg]
+    return planned(derivative_of(primal, required, Marks(), ask, more), planner, outputs=False)
 
 
 def _wanted(require_grads: Sequence[int | str] | None, primal: Primal) -> list[object]:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import copy
 import heapq
 import operator
+import threading
 import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
@@ -49,6 +50,10 @@ _VIEWS = _RESHAPES | {"aten::expand"}
 _READ_STRIDES = "aten::as_strided"
 
 
+_alone = threading.Lock()
+"""Python's filters of warnings are of the process: who puts them back while another has set his leaves those."""
+
+
 @called("simplify()")
 def simplify(gm: fx.GraphModule, *, exact: bool = False) -> fx.GraphModule:
     """A new module that computes the same with fewer transposes; ``gm`` itself is not changed.
@@ -69,7 +74,7 @@ def simplify(gm: fx.GraphModule, *, exact: bool = False) -> fx.GraphModule:
     Raises:
         ArgumentError: the nodes have no fake tensors, or fake tensors of several modes.
     """
-    with warnings.catch_warnings():  # torch copies a signature made of pytrees in a way that it has deprecated itself
+    with _alone, warnings.catch_warnings():  # torch copies a signature made of pytrees in a way that it has deprecated
         warnings.simplefilter("ignore", FutureWarning)
         graph = copy.deepcopy(gm.graph)
     graph.eliminate_dead_code()

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +14,7 @@ from torch.utils import _pytree as pytree
 from torchckpt.errors import CaptureError, CheckpointError, Fault, brief, called, raise_fault
 from torchckpt.graph.annotations import is_tracing, named_modules
 from torchckpt.graph.planner import GraphPlanner
-from torchckpt.graph.private.dynamo import compiling_whole, recompile_limit_hit
+from torchckpt.graph.private.dynamo import compile_lock, compiling_whole, recompile_limit_hit
 from torchckpt.graph.private.runtime import is_transformed
 from torchckpt.graph.progress import log, log_unread, stopwatch
 from torchckpt.graph.run.backend import Backend, version_of
@@ -74,7 +73,6 @@ class Calls:
         self, function: str, model: nn.Module, run: nn.Module, planner: Callable[[], GraphPlanner], engine: str
     ) -> None:
         self.function, self.model, self._run, self._planner, self._engine = function, model, run, planner, engine
-        self._compiling = threading.Lock()
         Backend(planner)  # checks the planner's arguments
         self._keywords = _keywords_of(model)
         self.known: dict[Any, Call | CompiledCall] = {}
@@ -91,7 +89,7 @@ class Calls:
         with TRACE_LOCK.calling():
             call = self._known(args, kwargs)
         if call is _NEW:
-            with TRACE_LOCK.tracing() if self._engine == "eager" else self._compiling:  # Dynamo has a lock of its own
+            with TRACE_LOCK.tracing() if self._engine == "eager" else compile_lock():
                 call = self._known(args, kwargs)  # another thread may have traced it meanwhile
                 if call is _NEW:
                     with called(self.function):
@@ -178,7 +176,7 @@ class Planned:
     @property
     def plans(self) -> tuple[Plan, ...]:
         """The plans so far, one for each kind of inputs (shapes, dtypes, mode)."""
-        return tuple(call.plan for call in self._calls.known.values() if call.plan is not None)
+        return tuple(call.plan for call in list(self._calls.known.values()) if call.plan is not None)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
         """Trace and plan a call with these inputs, without running it."""

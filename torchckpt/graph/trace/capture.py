@@ -128,14 +128,15 @@ class TraceLock:
     def calling(self) -> Iterator[None]:
         """Wait until no other thread traces. Inside this context, modules hold their own tensors, not traced ones."""
         me = get_ident()
-        with self._changed:
-            self._changed.wait_for(lambda: self._tracer in (0, me))
-            self._callers[me] += 1
+        count = self._callers[me]
         try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._tracer in (0, me))
+                self._callers[me] = count + 1
             yield
         finally:
             with self._changed:
-                self._callers[me] -= 1
+                self._callers[me] = count  # also after an interrupt
                 self._callers += Counter()  # drop threads that are in no call
                 self._changed.notify_all()
 

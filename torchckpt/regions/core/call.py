@@ -27,6 +27,7 @@ from torchckpt.regions.state.ambient import (
     RandomState,
     drawn_since,
     generators_of,
+    of_process,
     random_state,
     restore_states,
     set_states,
@@ -179,13 +180,15 @@ class Call:
                 path = f"{type(layer).__name__}.running_mean"
                 raise changed_in_place(self.function, layer.get_buffer("running_mean"), path)
         then, random = ambient
-        if then != settings():
-            function = inside(use_settings(then), function)
-        run = partial(function, *args, **kwargs)
+        again: Function = self._run_again
         if self.devices and random and random[0][0] is torch.default_generator:
-            with exclusive(self.function):  # or the replay of another device's thread could set the generator meanwhile
-                return self._run_again(run, random, pack, unpack)
-        return self._run_again(run, random, pack, unpack)
+            again = inside(exclusive(self.function), again)  # or another device's thread sets the generator meanwhile
+        if then != (now := settings()):
+            function = inside(use_settings(then), function)
+            of_process.note(then, now)
+        if of_process.vary:
+            again = inside(of_process.used(then[3], then[7]), again)
+        return again(partial(function, *args, **kwargs), random, pack, unpack)
 
     def _run_again(self, run: Function, random: RandomState, pack: Pack, unpack: Unpack) -> Any:
         replay = Replay()

@@ -9,6 +9,7 @@ kept. When no piece is in use, as between two steps, they are empty again: then 
 """
 from __future__ import annotations
 
+import threading
 from collections import deque
 from typing import NamedTuple
 
@@ -47,15 +48,18 @@ class Arena:
         self._read_before: torch.Event | None = None
         """The last read of what the chunks had before they were empty."""
         self.bytes = self.used_bytes = self.peak_bytes = 0
+        self._lock = threading.Lock()
+        """Held by who takes or pins: a link is measured in one thread while regions of another move."""
 
     def take(self, size: int) -> Piece:
         """A piece of ``size`` bytes."""
-        self._settle()
         size = -(-size // _STEP_BYTES) * _STEP_BYTES
-        known = self._free.get(size)
-        piece = known.popleft() if known else Piece(self._cut(size), self._read_before)
-        self.used_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        with self._lock:
+            self._settle()
+            known = self._free.get(size)
+            piece = known.popleft() if known else Piece(self._cut(size), self._read_before)
+            self.used_bytes += size
+            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return piece
 
     def give(self, room: Tensor, read: torch.Event | None = None) -> None:
@@ -65,13 +69,15 @@ class Arena:
 
     def begin_peak(self) -> None:
         """From now on ``peak_bytes`` is that of what follows."""
-        self._settle()
-        self.peak_bytes = self.used_bytes
+        with self._lock:
+            self._settle()
+            self.peak_bytes = self.used_bytes
 
     def reserve(self, size: int) -> None:
         """Pin memory until there are ``size`` bytes. Raises ``CheckpointError`` if the host has not as many."""
-        while self.bytes < size:
-            self._pin(1 << (size - self.bytes).bit_length() - 1)
+        with self._lock:
+            while self.bytes < size:
+                self._pin(1 << (size - self.bytes).bit_length() - 1)
 
     def _settle(self) -> None:
         while self._returned:

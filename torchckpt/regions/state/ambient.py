@@ -2,13 +2,15 @@
 
 The *settings* are autocast and its cache, the default dtype and device, inference mode, whether a dispatch mode is
 there, the compiler's stance, and whether subclasses of Tensor see functions. A replay enters only those that differ
-from the settings of its own thread. The *random numbers* are states of generators. A replay sets them, and puts the
-states that it found back at its end.
+from the settings of its own thread. Two of them are of the whole process. The *random numbers* are states of
+generators. A replay sets them, and puts the states that it found back at its end.
 """
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from threading import Condition, get_ident
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -22,6 +24,7 @@ from torch import (
     is_inference_mode_enabled,
 )
 
+from torchckpt.errors import CheckpointError
 from torchckpt.regions.devices import accelerator_type
 from torchckpt.regions.flags import local
 from torchckpt.regions.private import (
@@ -45,6 +48,7 @@ __all__ = [
     "drawn_since",
     "generators_of",
     "is_made_here",
+    "of_process",
     "random_state",
     "restore_states",
     "set_states",
@@ -88,15 +92,13 @@ def settings() -> Settings:
 
 @contextmanager
 def use_settings(then: Settings) -> Iterator[None]:
-    """Inside the block, the settings of this thread are ``then``. Enters only what differs from the current ones."""
-    cpu, accelerator, cache, dtype, device, inference, watched, stance, seen = then
+    """Inside the block, the settings of this thread are ``then``, but for the two that are of the process. Enters only
+    what differs from the current ones."""
+    cpu, accelerator, cache, _, device, inference, watched, _, seen = then
     now = settings()
     with ExitStack() as stack:
         if inference != now[5]:
             stack.enter_context(torch.inference_mode(inference))
-        if dtype != now[3]:
-            stack.callback(torch.set_default_dtype, now[3])
-            torch.set_default_dtype(dtype)
         if device != now[4]:
             stack.enter_context(device or torch.device("cpu"))
         for device_type, autocast, before in (("cpu", cpu, now[0]), (accelerator_type(), accelerator, now[1])):
@@ -105,11 +107,78 @@ def use_settings(then: Settings) -> Iterator[None]:
                 stack.enter_context(torch.autocast(device_type, autocast, enabled=enabled, cache_enabled=cache))
         if watched != now[6]:
             stack.enter_context(_Watch())
-        if stance is not None and stance != now[7]:
-            stack.enter_context(use_stance(stance))
         if seen != now[8]:
             stack.enter_context(with_torch_functions(seen))
         yield
+
+
+_PATIENCE_SECONDS = 300
+
+
+class _OfProcess:
+    """The default dtype and the compiler's stance, which all threads find, while threads need others than were there.
+
+    Those that need the same have them together, and the last one puts back what was there. Who needs others waits.
+    """
+
+    vary = False
+    """Whether a replay has ever needed others than it found. From then on all replays say what they need."""
+
+    def __init__(self) -> None:
+        self._users: Counter[int] = Counter()
+        """By thread, how often it is inside of :meth:`used`."""
+        self._changed = Condition()
+        self._found: tuple[torch.dtype, Any] = get_default_dtype(), None
+
+    def note(self, then: Settings, now: Settings) -> None:
+        """Note that a replay needs ``then``, and finds ``now``."""
+        if then[3] != now[3] or then[7] not in (None, now[7]):
+            self.vary = True
+
+    @contextmanager
+    def used(self, dtype: torch.dtype, stance: Any) -> Iterator[None]:
+        """Inside the block, they are these. A stance of None is any."""
+        me, needed = get_ident(), (dtype, stance)
+        count, before = self._users[me], self._found
+        try:
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._users.keys() <= {me} or _has(*needed), _PATIENCE_SECONDS):
+                    raise CheckpointError(
+                        "a replay, or a count of costs, needs another default dtype or stance of torch.compiler than "
+                        "other threads, which have them for the whole process\n"
+                        f"  received: {needed}; others have needed {(get_default_dtype(), compiler_stance())} for "
+                        f"{_PATIENCE_SECONDS} seconds\n"
+                        "  works:    set_default_dtype() and set_stance() around whole steps, with their backwards"
+                    )
+                before = get_default_dtype(), compiler_stance()
+                if not self._users:
+                    self._found = before
+                self._users[me] = count + 1
+                _set(*needed)
+            yield
+        finally:
+            with self._changed:
+                if self._users[me] > count:  # or it was interrupted before
+                    self._users[me] = count
+                    self._users += Counter()  # drop threads that are in no block
+                    if self._users.keys() <= {me}:
+                        _set(*(before if self._users else self._found))
+                    self._changed.notify_all()
+
+
+def _has(dtype: torch.dtype, stance: Any) -> bool:
+    return dtype == get_default_dtype() and stance in (None, compiler_stance())
+
+
+def _set(dtype: torch.dtype, stance: Any) -> None:
+    if stance not in (None, compiler_stance()):
+        use_stance(stance)
+    if dtype != get_default_dtype():
+        torch.set_default_dtype(dtype)
+
+
+of_process = _OfProcess()
+"""One for all threads."""
 
 
 class _Watch(DispatchMode):
