@@ -10,8 +10,8 @@ from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
 __all__ = [
-    "PutBack", "copy_attributes", "flop_formula", "gradient_bytes", "hides_tensors", "inner_tensors", "nodes_behind",
-    "tensors_in", "tensors_of", "tensors_of_pair",
+    "PutBack", "copy_attributes", "flop_formula", "gradient_bytes", "hides_tensors", "inner_tensors", "node_name",
+    "nodes_behind", "tensors_in", "tensors_of", "tensors_of_pair",
 ]
 
 PutBack: TypeAlias = Callable[[Sequence[Tensor]], Any]
@@ -112,6 +112,12 @@ def nodes_behind(
             seen.add(node)
             yield node
             stack.extend(parent for parent, _ in node.next_functions)
+
+
+def node_name(node: Node) -> str:
+    """The name of an autograd node. A Function of the user's may keep something else as ``ctx.name``, which is its
+    node's attribute."""
+    return type(node).name(node)
 
 
 def flop_formula(operator: Any) -> Callable[..., int] | None:

@@ -116,6 +116,16 @@ def test_with_segments_nothing_is_exempt_by_default(segments):
 
 
 @pytest.mark.usefixtures("alone")
+def test_late_regions_that_nothing_asks_for_are_reported_without_time():
+    """The first region of the first stage is frozen, and its input is the caller's."""
+    schedule, stages = ahead("Schedule1F1B", segments=1)
+    stages[0].submod.blocks[0].requires_grad_(False)
+    step(schedule, stages, *batch(4))
+    schedule.report()
+    assert len(schedule.timeline().events) == 3 * 4
+
+
+@pytest.mark.usefixtures("alone")
 def test_number_of_recomputes():
     schedule, stages = ahead("ScheduleInterleaved1F1B", exempt={(0, 1), (1, 3)})
     step(schedule, stages, *batch(4))

@@ -19,7 +19,7 @@ from torchckpt.regions.flags import is_checkpointing
 from torchckpt.regions.private import hooks_in_force
 from torchckpt.regions.wrap.mixin import COMPILED
 from torchckpt.regions.wrap.module import is_checkpointed
-from torchckpt.tensors import nodes_behind, tensors_in
+from torchckpt.tensors import node_name, nodes_behind, tensors_in
 
 __all__ = [
     "END",
@@ -141,7 +141,7 @@ def raise_without_regions(stage: int, module: nn.Module, outputs: object, is_pla
         return
     if inside:
         received, works = f"stage {stage}, with {inside[0]} inside of compiled code", _COMPILE
-    elif any("CheckpointFunction" in node.name() for node in nodes_behind(tensors_in(outputs))):  # reentrant
+    elif any("CheckpointFunction" in node_name(node) for node in nodes_behind(tensors_in(outputs))):  # reentrant
         received = f"stage {stage}, with regions of torch.utils.checkpoint(use_reentrant=True)"
         works = _WORKS
     elif traced := list(traced_faults(stage, module)):
@@ -181,7 +181,7 @@ class LeftOut:
             return
         outputs, received = split_at(stage, micro_batch, losses)
         nodes: Iterator[Any] = nodes_behind(outputs)  # whose types know no variables
-        leaves = [node.variable for node in nodes if node.name().endswith("AccumulateGrad")]
+        leaves = [node.variable for node in nodes if node_name(node).endswith("AccumulateGrad")]
         known = {id(tensor) for tensor in (*stage.submod.parameters(), *received)}
         if leaves and received and not any(tensor.requires_grad for tensor in tensors_in(received)):
             self._behind_first[stage.stage_index] = []

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from torchckpt.regions.private import newest_node, number_of, packed_by
-from torchckpt.tensors import nodes_behind
+from torchckpt.tensors import node_name, nodes_behind
 
 __all__ = ["REGION", "Place", "holders_behind", "operation_of", "place_of", "shown_line"]
 
@@ -93,4 +93,4 @@ def holders_behind(roots: Iterable[Tensor | Node | None], number: int = 0) -> It
     """What is packed for the nodes behind ``roots``, from the node ``number`` on, each with the operation of its node.
     """
     for node in nodes_behind(roots, lambda node: number_of(node) >= number):
-        yield from ((packed, operation_of(node.name())) for packed in packed_by(node))
+        yield from ((packed, operation_of(node_name(node))) for packed in packed_by(node))

@@ -25,7 +25,7 @@ from torchckpt.planning.figures import Drawn
 from torchckpt.regions.places import Place, operation_of, place_of, shown_line
 from torchckpt.regions.private import is_fake, keep_from_dynamo, kept_by_policies, look_through, number_of, running_node
 from torchckpt.regions.saved import SavedBytes, storage_of
-from torchckpt.tensors import nodes_behind, tensors_in
+from torchckpt.tensors import node_name, nodes_behind, tensors_in
 from torchckpt.testing.counts import check_step
 
 __all__ = ["KeptStorages", "SavedByLine", "SavedLine", "lines_of", "saved_by_line", "storages_alive"]
@@ -210,7 +210,7 @@ class KeptStorages(SavedBytes):
     def learn(self, node: Node | None) -> None:
         """Note the names of ``node`` and of all nodes behind it."""
         for new in nodes_behind([node], lambda node: number_of(node) not in self.operations):
-            self.operations[number_of(new)] = operation_of(new.name())
+            self.operations[number_of(new)] = operation_of(node_name(new))
 
     def _pack(self, tensor: Tensor) -> Any:
         if is_fake():  # of a trace

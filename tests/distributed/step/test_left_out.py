@@ -18,6 +18,7 @@ from tests.distributed.stages import (
     stages_of,
     step,
 )
+from tests.helpers import Mark
 from torchckpt.distributed import recompute_ahead
 from torchckpt.distributed.private import split_at
 
@@ -138,3 +139,21 @@ def test_a_leaf_that_is_made_in_the_forward_is_nobodys(mode):
 def test_a_backward_of_the_callers_own_is_no_split_one():
     stage = SimpleNamespace(is_first=False, dw_builder=lambda: None)
     assert split_at(stage, 0, []) == ([], [])
+
+
+class Marked(nn.Module):
+    """Blocks behind a Function that keeps something as ``ctx.name``, which nodes have a method of."""
+
+    def __init__(self, stage):
+        super().__init__()
+        self.blocks = Blocks(stage)
+
+    def forward(self, x):
+        return Mark.apply(self.blocks(x), "mark", [])
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_a_function_of_the_callers_may_keep_anything(mode):
+    texts, gradients = texts_of(Marked, mode)
+    assert texts == []
+    assert all(map(torch.equal, gradients, texts_of(Blocks, mode)[1]))

@@ -22,6 +22,7 @@ from torchckpt.planning import (
     looped_bfs,
     one_f_one_b,
     simulate,
+    with_recompute,
     zbv,
     zero_bubble,
 )
@@ -294,3 +295,12 @@ def test_a_late_replay_that_nothing_asked_for_takes_no_time():
     (spans,) = spans_of(step.timeline)
     timeline = measured_timeline(step, [[span for span in spans if span.action.kind is not Kind.RECOMPUTE]])
     assert len(timeline.events) == 4
+
+
+def test_a_late_replay_that_nothing_asked_for_takes_no_time_beside_an_early_one():
+    """As of a stage whose first regions are frozen."""
+    schedule, visits = gpipe(1, 2), [(0, 0), (0, 1)]
+    schedule = with_recompute(schedule, dict.fromkeys(visits, State.EARLY))
+    step = Step(schedule, (Stage((SIZES, SIZES)),), (), dict.fromkeys(visits, Choice(early=(1,), late=(0,))))
+    spans = [span(str(action), *[float(time)] * 3) for time, action in enumerate(schedule.ranks[0])]
+    assert len(measured_timeline(step, [spans]).events) == len(spans) == 6

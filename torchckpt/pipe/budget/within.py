@@ -36,6 +36,7 @@ from torchckpt.planning.plan.run.fit_measured import Fitted, PlannedStep, with_l
 from torchckpt.planning.step.measured import measured_timeline
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import Options
+from torchckpt.regions.flags import is_checkpointing, is_recomputing
 from torchckpt.regions.live import ooms_of
 from torchckpt.regions.private import after_backward
 
@@ -162,8 +163,10 @@ class Within:
         self._look_back(stages)
         is_second = self._is_in_step or (waiting is not None and not waiting.is_reached)
         self._is_in_step |= not in_graph
-        if is_second:
-            self._warn("a forward begins while another waits for its backward: it recomputes all, beyond the budget")
+        is_inside = is_checkpointing() or is_recomputing()  # a plan might come between a forward and its replay
+        if is_second or is_inside:
+            what = "is inside of a region" if is_inside else "begins while another waits for its backward"
+            self._warn(f"a forward {what}: it recomputes all, beyond the budget")
             return Following(order, in_graph, blocks, plan, count, options)
         self._ooms = _ooms_of(stages) if in_graph else None
         key = lookahead, shapes_of(batches), self._now(pipe, stages)

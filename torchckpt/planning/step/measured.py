@@ -1,7 +1,7 @@
 """Measured: what a real step took, in the types of a simulated one."""
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -100,9 +100,9 @@ def _played(step: Step, spans: Spans, zero: float) -> Run:
             times[-1][span.action].append(span)
     pairs = list(zip(times, step.program.actions))
     for known, order in pairs:
-        for action in order:
-            if action.kind is Kind.RECOMPUTE and not known[action]:
-                known[action] = _not_replayed(action, known)
+        for action, count in Counter(order).items():
+            if action.kind is Kind.RECOMPUTE:  # of one that is early and late, the late one
+                known[action] += _not_replayed(action, known) * (count - len(known[action]))
     missing = [str(action) for known, order in pairs for action in order if not known[action]]
     rule = "an action of the schedule was not measured"
     works = "custom functions of a schedule that call forward_one_chunk() and backward_one_chunk() of its stages"

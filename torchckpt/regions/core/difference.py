@@ -11,7 +11,7 @@ from torchckpt.modules import name_of
 from torchckpt.regions.core.slots import Slot, describe
 from torchckpt.regions.places import Place, holders_behind, operation_of, shown_line
 from torchckpt.regions.private import number_of, running_node
-from torchckpt.tensors import nodes_behind
+from torchckpt.tensors import node_name, nodes_behind
 from torchckpt.typing import Function
 
 __all__ = ["Difference", "compiled_anew", "differs", "keeps_differently"]
@@ -37,8 +37,8 @@ class Difference:
             number = self.place.node
             for node in nodes_behind(tensors, lambda node: number_of(node) >= number):
                 if number_of(node) == number:
-                    self.operation = operation_of(node.name())
-                    self.before = " ".join(parent.name() for parent, _ in node.next_functions if parent is not None)
+                    self.operation = operation_of(node_name(node))
+                    self.before = " ".join(node_name(parent) for parent, _ in node.next_functions if parent is not None)
         return bool(self.operation)
 
 

@@ -18,6 +18,7 @@ from torchckpt.regions.core.slots import Slot, describe
 from torchckpt.regions.moved.copies import Bytes, goes_from
 from torchckpt.regions.private import negated, storage_key
 from torchckpt.regions.state.boundary import Hooks
+from torchckpt.tensors import node_name
 
 __all__ = ["MovedSlot", "parts_of", "parts_that_go", "stays"]
 
@@ -87,7 +88,7 @@ def stays(tensor: Tensor, least_bytes: int) -> bool:
 
 def _is_cast_of_parameter(tensor: Tensor) -> bool:
     node: Any = tensor.grad_fn
-    is_cast = node is not None and node.name() == "ToCopyBackward0"
+    is_cast = node is not None and node_name(node) == "ToCopyBackward0"
     return is_cast and isinstance(getattr(node.next_functions[0][0], "variable", None), nn.Parameter)
 
 
