@@ -298,8 +298,13 @@ def test_traces_and_compilations_side_by_side():
     run(call, trace, compile_)
 
 
-def test_a_call_that_is_interrupted_before_it_begins_keeps_nobody_waiting():
+@pytest.mark.parametrize("turn", ["calling", "tracing"])
+def test_who_is_interrupted_before_it_begins_keeps_nobody_waiting(turn):
     lock, left = TraceLock(), 0
+
+    def take():
+        with compile_lock(), state_lock:
+            pass
 
     def trace(frame, event, _):
         nonlocal left
@@ -316,7 +321,7 @@ def test_a_call_that_is_interrupted_before_it_begins_keeps_nobody_waiting():
         left, before = line, sys.gettrace()
         sys.settrace(trace)
         try:
-            with lock.calling():
+            with getattr(lock, turn)():
                 sys.settrace(before)
                 break  # it has begun
         except KeyboardInterrupt:
@@ -324,4 +329,5 @@ def test_a_call_that_is_interrupted_before_it_begins_keeps_nobody_waiting():
         finally:
             sys.settrace(before)
         assert lock._is_free(0), line
+        run(take)
     assert line > 3

@@ -144,40 +144,38 @@ class TraceLock:
     def tracing(self) -> Iterator[None]:
         """Wait until no other thread traces or calls a model. A caller that waits to trace does not count."""
         me, locks = get_ident(), (state_lock, compile_lock())
-        with self._changed:
-            self._waiting.add(me)
-            self._changed.notify_all()
-        try:
-            while not self._begins(me, locks):
+        depth = self._depth if self._tracer == me else 0
+        with ExitStack() as held:
+            try:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._is_free(me))
-        finally:
-            with self._changed:
-                self._waiting.discard(me)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._depth -= 1
-                self._tracer = me if self._depth else 0
-                self._changed.notify_all()
-            for lock in reversed(locks):
-                lock.release()
+                    self._waiting.add(me)
+                    self._changed.notify_all()
+                while not self._begins(me, locks, held):
+                    with self._changed:
+                        self._changed.wait_for(lambda: self._is_free(me))
+                with self._changed:
+                    self._waiting.discard(me)
+                yield
+            finally:  # also after an interrupt, wherever it came
+                with self._changed:
+                    self._waiting.discard(me)
+                    if self._tracer == me:
+                        self._depth, self._tracer = depth, me if depth else 0
+                    self._changed.notify_all()
 
     def _is_free(self, me: int) -> bool:
         return self._tracer in (0, me) and set(self._callers) <= self._waiting | {me}
 
-    def _begins(self, me: int, locks: Sequence[Any]) -> bool:
+    def _begins(self, me: int, locks: Sequence[Any], held: ExitStack) -> bool:
         """Take all locks, or none if this is not the moment."""
-        with ExitStack() as held:
-            for lock in locks:
-                held.enter_context(lock)
-            with self._changed:
-                if not self._is_free(me):
-                    return False
+        for lock in locks:
+            held.enter_context(lock)
+        with self._changed:
+            if self._is_free(me):
                 self._tracer, self._depth = me, self._depth + 1
-            held.pop_all()
-        return True
+                return True
+        held.close()
+        return False
 
 
 TRACE_LOCK = TraceLock()
