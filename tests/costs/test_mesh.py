@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -257,6 +258,22 @@ def test_static_bytes_by_what_is_sharded_over_what():
         alone = pipeline_costs(lambda: both_ways(mesh), "h100")
     assert list(alone.counted[0].sharded) == [""]
     assert "sharded over" not in str(alone)
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_what_fsdp_leaves_whole_is_gathered_and_its_shares_are_static(is_frozen):
+    """A frozen stage has no backward, and the outermost module stays whole after its forward."""
+
+    def build(leaves_whole):
+        (stage,), x = sharded(8, mesh, reshard_after_forward=not leaves_whole)()
+        stage.requires_grad_(not is_frozen).set_reshard_after_backward(not leaves_whole)
+        return [stage, blocks()], x.detach()
+
+    with fake_mesh(dp=2) as mesh:
+        left, freed = (pipeline_costs(partial(build, each), "h100").counted[0] for each in (True, False))
+    assert set(left.sharded) == {"dp"}
+    assert left.static == freed.static == ((576, 0, 0) if is_frozen else (576, 576, 2 * 576))
+    assert left.gathered_bytes == freed.gathered_bytes + 576
 
 
 def test_one_rank_copies_what_several_gather():
