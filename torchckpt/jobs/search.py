@@ -74,7 +74,7 @@ class SearchResult:
     pruned: int = 0
     """Layouts whose bound is above the step of the last of ``best``."""
     outcomes: list[Outcome] = field(default_factory=list)
-    """Of each layout, and again of those that were planned."""
+    """Of each layout that the search came to, and again of those that are faster planned block by block."""
     is_whole: bool = False
     """Whether the search came to its end."""
 
