@@ -86,10 +86,20 @@ def test_a_process_with_ranks_of_its_own():
         pass
 
 
-def test_a_group_that_is_no_dimension():
+def apart():
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    (stage,), x = of_blocks(torch.sin)()
+    stage.apart = nn.Parameter(distribute_tensor(torch.zeros(2), DeviceMesh("cpu", [0, 3]), [Shard(0)]))
+    return [stage], x
+
+
+@pytest.mark.parametrize("build", [lambda: of_blocks(reduced(dist.new_group([0, 3])))(), apart])
+def test_ranks_that_are_no_dimension(build):
     with fake_mesh(dp=2, tp=2), pytest.raises(ArgumentError) as caught:
-        pipeline_costs(of_blocks(reduced(dist.new_group([0, 3]))), "h100")
-    assert "group of ranks that is no dimension of the mesh, and no product of dimensions" in str(caught.value)
+        pipeline_costs(build, "h100")
+    assert "or DTensor is on ranks that are no dimension of the mesh, and no product of dimensions" in str(caught.value)
     assert "received: the ranks (0, 3), as rank 0 of dp=2, tp=2" in str(caught.value)
 
 
