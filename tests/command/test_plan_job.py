@@ -99,6 +99,8 @@ def test_the_search(capsys, tmp_path):
         ((*JOB[1:], "--balance"), "--balance is given with --model"),
         ((*JOB[1:], "--tp", "3", "--dp", "2"), "; works: --tp 2, --gpus 4 | the heads do not divide by tp; received: "),
         ((*JOB[1:-1], "16", "--pp", "4", "--schedule", "DualPipeV"), "works: --global-batch 128"),
+        ((*JOB[1:], "--dp", "8", "--micro-batch", "3"), "received: --global-batch 256, --dp 8, --micro-batch 3; "),
+        ((*JOB[1:], "--search", "--pp", "3", "--sharding", "none"), "works: other values of --pp, --sharding"),
         ((), "one of the arguments --schedule --csv --model is required; works: python -m torchckpt plan --schedule"),
     ],
 )

@@ -270,3 +270,14 @@ BAD = [
 @pytest.mark.parametrize(("arguments", "message"), BAD)
 def test_bad_input_is_one_line(capsys, arguments, message):
     assert message in refused(capsys, "plan", "--schedule", "1f1b", "--microbatches", "4", *arguments)
+
+
+@pytest.mark.parametrize("wrong", [
+    (WORDS,), (WORDS, *HALF, "--stages", "2"), (WORDS, *H100, "--microbatches", "4"),
+    (WORDS, "--schedule", "1f1b", "--microbatches", "4"),
+    (WORDS, "--schedule", "1f1b", "--microbatches", "4", "--profile", "--device", "h100", "--efficiency", "0.5"),
+    (*H100, "--schedule", "1f1b", "--microbatches", "4"),
+])  # fmt: skip
+def test_the_call_that_a_message_names_works(capsys, wrong):
+    call = refused(capsys, "plan", *wrong).strip().partition("; works: ")[2].replace("my_package.model:stages", WORDS)
+    assert "1f1b: 4 stages on 4 ranks, 8 micro-batches" in printed(capsys, *call.split())

@@ -4,6 +4,7 @@ from __future__ import annotations
 import sys
 from contextvars import copy_context
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -87,10 +88,20 @@ def test_a_process_with_ranks_of_its_own():
         pass
 
 
-def test_a_group_that_is_no_dimension():
+def apart():
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    (stage,), x = of_blocks(torch.sin)()
+    stage.apart = nn.Parameter(distribute_tensor(torch.zeros(2), DeviceMesh("cpu", [0, 3]), [Shard(0)]))
+    return [stage], x
+
+
+@pytest.mark.parametrize("build", [lambda: of_blocks(reduced(dist.new_group([0, 3])))(), apart])
+def test_ranks_that_are_no_dimension(build):
     with fake_mesh(dp=2, tp=2), pytest.raises(ArgumentError) as caught:
-        pipeline_costs(of_blocks(reduced(dist.new_group([0, 3]))), "h100")
-    assert "group of ranks that is no dimension of the mesh, and no product of dimensions" in str(caught.value)
+        pipeline_costs(build, "h100")
+    assert "or DTensor is on ranks that are no dimension of the mesh, and no product of dimensions" in str(caught.value)
     assert "received: the ranks (0, 3), as rank 0 of dp=2, tp=2" in str(caught.value)
 
 
@@ -259,6 +270,22 @@ def test_static_bytes_by_what_is_sharded_over_what():
         alone = pipeline_costs(lambda: both_ways(mesh), "h100")
     assert list(alone.counted[0].sharded) == [""]
     assert "sharded over" not in str(alone)
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_what_fsdp_leaves_whole_is_gathered_and_its_shares_are_static(is_frozen):
+    """A frozen stage has no backward, and the outermost module stays whole after its forward."""
+
+    def build(leaves_whole):
+        (stage,), x = sharded(8, mesh, reshard_after_forward=not leaves_whole)()
+        stage.requires_grad_(not is_frozen).set_reshard_after_backward(not leaves_whole)
+        return [stage, blocks()], x.detach()
+
+    with fake_mesh(dp=2) as mesh:
+        left, freed = (pipeline_costs(partial(build, each), "h100").counted[0] for each in (True, False))
+    assert set(left.sharded) == {"dp"}
+    assert left.static == freed.static == ((576, 0, 0) if is_frozen else (576, 576, 2 * 576))
+    assert left.gathered_bytes == freed.gathered_bytes + 576
 
 
 def test_one_rank_copies_what_several_gather():

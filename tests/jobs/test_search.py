@@ -112,6 +112,7 @@ def test_nothing_fits():
         ({"pp": 2}, "gpus=4$"),  # every other layout of 2 would do
         ({"schedule": "zero_bubble", "pp": 2, "micro_batch": 2}, "gpus=4$"),
         ({"tp": 1, "cp": 1, "pp": 1, "dp": 1}, "devices with more memory, or other values of cp, dp, pp, tp$"),
+        ({"micro_batch": 64}, "works:    other values of micro_batch$"),  # memory does not help
     ],
 )
 def test_the_number_of_gpus_that_would_do_is_that_of_the_fixed_fields(values, works):
@@ -120,6 +121,11 @@ def test_the_number_of_gpus_that_would_do_is_that_of_the_fixed_fields(values, wo
         search_layouts(MODELS["llama3-8b"], H100, base, fixed=tuple(values))
     if found := re.search(r"gpus=(\d+)$", str(caught.value)):
         assert search_layouts(MODELS["llama3-8b"], H100, replace(base, gpus=int(found[1])), fixed=tuple(values)).best
+
+
+def test_a_batch_that_no_layout_divides():
+    with pytest.raises(ArgumentError, match=r"works:    another number of GPUs, or another batch$"):
+        search_layouts(MODEL, H100, replace(BASE, gpus=1009, global_batch=1))
 
 
 def test_a_short_sequence_is_not_split():

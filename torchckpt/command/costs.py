@@ -14,8 +14,10 @@ from torchckpt.planning.device import DEVICES, device_named, left_to_tensors
 if TYPE_CHECKING:
     from torchckpt.costs import PipelineCosts
 
-__all__ = ["add_model", "model_costs", "model_faults"]
+__all__ = ["ORDER", "add_model", "model_costs", "model_faults"]
 
+ORDER = "--schedule 1f1b --microbatches 8"
+"""What a call says beside a model and its device."""
 _OF_MODEL = ("device", "efficiency", "dtype", "optimizer_bytes", "device_memory", "link_bandwidth", "kernels", "mesh",
              "profile")  # fmt: skip
 _DTYPES = ("bf16", "fp16", "fp32", "tf32", "fp64")
@@ -66,9 +68,8 @@ def model_faults(options: argparse.Namespace) -> None:
     misplaced = given(options, _OF_NUMBERS if options.target is not None else _OF_MODEL)
     if options.target is None:
         if misplaced:
-            raise Unusable(
-                f"{misplaced[0]} is given without a model; works: plan my_package.model:stages --device h100"
-            )
+            works = f"plan my_package.model:stages --device h100 {ORDER}"
+            raise Unusable(f"{misplaced[0]} is given without a model; works: {works}")
         missing = [name for name in ("blocks", "budget") if getattr(options, name) is None]
         if missing:
             named, works = ", ".join(f"--{name}" for name in missing), "plan --schedule 1f1b --blocks 8 --budget 50%"
@@ -79,11 +80,11 @@ def model_faults(options: argparse.Namespace) -> None:
     clash = next((name for name in ("mesh", "efficiency") if options.profile and getattr(options, name)), None)
     if clash is not None:
         why = "the ranks of a mesh are not there to run" if clash == "mesh" else "what is run has no need of a share"
-        works = f"plan {options.target} --device h100 --profile"
+        works = f"plan {options.target} --device h100 --profile {ORDER}"
         raise Unusable(f"--profile and --{clash} are both given, and {why}; works: {works}")
     if options.device is None:
         profile = " --profile" if options.profile else ""
-        raise Unusable(f"the model has no device; works: plan {options.target} --device h100{profile}")
+        raise Unusable(f"the model has no device; works: plan {options.target} --device h100{profile} {ORDER}")
     if options.budget is not None and options.device_memory is not None:
         raise Unusable("--budget and --device-memory are both given; works: --budget 60GB")
     options.is_memory_of_device = options.budget is None and options.device_memory is None

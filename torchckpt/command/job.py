@@ -135,6 +135,10 @@ def _in_options(text: str) -> str:
         name = _OPTIONS.get(match[1], match[1])
         return f"--{name.replace('_', '-')} {match[2]}"
 
+    def listed(match: re.Match[str]) -> str:
+        return re.sub(r"\w+", lambda name: f"--{_OPTIONS.get(name[0], name[0]).replace('_', '-')}", match[0])
+
+    text = re.sub(r"(?<=other values of )[\w, ]+$", listed, text)
     return re.sub(rf"\b({names}|model)=[\"']?([\w.\-/]+)[\"']?", option, text)
 
 

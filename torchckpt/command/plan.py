@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torchckpt.command.costs import add_model, model_costs, model_faults
+from torchckpt.command.costs import ORDER, add_model, model_costs, model_faults
 from torchckpt.command.job import add_job, job_faults, run_job
 from torchckpt.command.shared import (
     Parser,
@@ -107,8 +107,9 @@ def run(options: argparse.Namespace) -> None:
         run_job(options, _host(options))
         return
     if options.schedule is None and options.csv is None:
-        works = "works: python -m torchckpt plan --schedule 1f1b --stages 4 --microbatches 8 --blocks 8 --budget 50%"
-        raise Unusable(f"one of the arguments --schedule --csv --model is required; {works}")
+        works = "python -m torchckpt plan --schedule 1f1b --stages 4 --microbatches 8 --blocks 8 --budget 50%"
+        works = works if options.target is None else f"plan {options.target} --device h100 {ORDER}"
+        raise Unusable(f"one of the arguments --schedule --csv --model is required; works: {works}")
     model_faults(options)
     host = _host(options)
     costs = None if options.target is None else model_costs(options)

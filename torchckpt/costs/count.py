@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torchckpt.costs.mesh import sharded_over
 from torchckpt.costs.operation import AFTER, BEFORE, BOTH_GRADS, FORWARD, INPUT_GRAD, REPLAY, Ledger
 from torchckpt.costs.parts import Parts
+from torchckpt.modules import imported
 from torchckpt.planning.work.block import Block
 from torchckpt.planning.work.collective import Collective
 from torchckpt.regions.saved import storage_of
@@ -185,6 +186,7 @@ def counted(
         if graded and (inner := [*leaves, *forward.inputs]):
             with _phase(ledger, INPUT_GRAD):
                 torch.autograd.grad(graded, inner, gradients, allow_unused=True)
+        _reshard(stage)
         static = static_of(stage, optimizer_bytes)  # the first forward of FSDP2 pads weights, the backward gradients
         ledger.step(parameters)
     for tensor in (*parameters, *leaves):
@@ -196,6 +198,14 @@ def counted(
     sharded = _by_dimensions(stage, static)
     holds = _sum(sharded.values())
     return Counted(before, tuple(blocks), after, message, elements, holds, sharded, ledger.gathered_bytes), outputs
+
+
+def _reshard(stage: nn.Module) -> None:
+    """Have shares in place of parameters that FSDP2 has left whole: without a backward, or as its user says. The whole
+    ones count as gathered."""
+    for module in stage.modules():
+        if isinstance(module, imported("torch.distributed.fsdp", "FSDPModule")):
+            module.reshard()
 
 
 def _parts(forward: _Forward, static: Mapping[StorageWeakRef, Static]) -> Iterable[Part]:

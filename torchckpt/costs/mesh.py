@@ -32,7 +32,7 @@ class Layout:
         along = next((names for names in choices if self._ranks_along(names) == tuple(sorted(ranks))), None)
         if along is None:
             given = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
-            rule = "a collective is on a group of ranks that is no dimension of the mesh, and no product of dimensions"
+            rule = "a collective or DTensor is on ranks that are no dimension of the mesh, and no product of dimensions"
             received = f"the ranks {brief(ranks)}, as rank {self.rank} of {given}"
             raise_fault(Fault(rule, received, "mesh.get_group('tp'), or a dimension of the mesh for each group"))
         return "_".join(along)

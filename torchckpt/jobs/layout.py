@@ -214,7 +214,7 @@ class Layout:
              self.tp),
             ("the MLP does not divide by tp", "ffn", model.ffn, "tp", self.tp),
             ("the experts do not divide by ep", "experts", model.experts or 1, "ep", self.ep),
-            ("the data-parallel ranks do not divide by ep", "dp x cp x tp", self.dp * self.cp * self.tp, "ep",
+            ("the data-parallel ranks do not divide by ep", "(dp x cp x tp)", self.dp * self.cp * self.tp, "ep",
              self.ep),
         )
         for rule, whole, amount, part, divisor in pairs:
@@ -231,7 +231,7 @@ class Layout:
             yield Fault("no schedule but 1F1B runs more forwards ahead", received, "ahead=0")
         at_once = self.dp * self.micro_batch
         if self.global_batch % at_once:
-            received = f"global_batch={self.global_batch}, dp x micro_batch={at_once}"
+            received = f"global_batch={self.global_batch}, dp={self.dp}, micro_batch={self.micro_batch}"
             batch = f"global_batch={-(-self.global_batch // at_once) * at_once}"
             yield Fault("the batch does not divide by dp x micro-batch", received, batch)
         if self.cp > 1 and self.sequence % (2 * self.cp):

@@ -74,7 +74,7 @@ class SearchResult:
     pruned: int = 0
     """Layouts whose bound is above the step of the last of ``best``."""
     outcomes: list[Outcome] = field(default_factory=list)
-    """Of each layout, and again of those that were planned."""
+    """Of each layout that the search came to, and again of those that are faster planned block by block."""
     is_whole: bool = False
     """Whether the search came to its end."""
 
@@ -167,14 +167,15 @@ def search_layouts(
     except KeyboardInterrupt:
         pass
     if not result.best and result.is_whole:
-        why, works = result.fell_out or "none is as the options say", _larger(model, machine, base, memory, fixed)
+        why = result.fell_out or "none is as the options say"
+        works = _larger(model, machine, base, memory, fixed) or _otherwise(result, fixed)
         received = f"{model.name} on {base.gpus} {machine.device.name}: {why}"
         raise_fault(Fault("no layout fits", received, works))
     return result
 
 
 def _larger(model: Model, machine: Machine, base: Layout, memory: float, fixed: Collection[str]) -> str:
-    """How many GPUs would do with the ``fixed`` fields, in the first layout that is found."""
+    """How many GPUs would do with the ``fixed`` fields, in the first layout that is found; empty if none is."""
     least: dict[str, Any] = {"micro_batch": 1, "recompute": "full", "schedule": "1f1b"}
     for name in [*fixed, *(["schedule"] if "chunks" in fixed else [])]:  # 1F1B has no chunks
         least.pop(name, None)
@@ -184,8 +185,15 @@ def _larger(model: Model, machine: Machine, base: Layout, memory: float, fixed: 
             with suppress(ArgumentError):  # micro-batches that do not suit the schedule
                 if not list(layout.faults(model)) and fits(Job(model, layout, machine), memory):
                     return f"gpus={gpus}"
-    others = f", or other values of {', '.join(sorted(fixed))}" if fixed else ""
-    return f"devices with more memory{others}"
+    return ""
+
+
+def _otherwise(result: SearchResult, fixed: Collection[str]) -> str:
+    """What else would do: memory helps where something did not fit."""
+    ways = ["devices with more memory"] * any(reason.endswith("not fit") for reason in result.reasons)
+    if fixed:
+        ways.append(f"other values of {', '.join(sorted(fixed))}")
+    return ", or ".join(ways) or "another number of GPUs, or another batch"
 
 
 def _bounded(
