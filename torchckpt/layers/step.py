@@ -234,7 +234,7 @@ class Step:
         if self.driven is not None:
             self.driven.reaches((Kind.FORWARD, self.calls))  # where the last ones leave
             self.driven.reaches((Kind.BACKWARD, call))
-        if self.counter is not None:
+        if self.counter is not None and not torch.compiler.is_dynamo_compiling():  # else nothing is known of it
             self.counter.backward(call, is_kept)
 
     def marked_with(self, outputs: Any, call: int, is_kept: bool) -> Any:
