@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import torchckpt
-from tests.layers.models import Wide, gradients
+from tests.layers.models import Wide, gradients, plain_gradients
 from torchckpt.testing import count_recomputes
 
 
@@ -95,3 +95,20 @@ def test_gradients_that_are_there_count_once_of_the_whole_device(accelerator, se
         for _ in range(3):
             peak()
         assert handle.plan is not None
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks at it, without regions, too
+def test_a_backward_that_compiled_autograd_compiles_tells_nothing(x, fresh_dynamo):
+    compiled_autograd = pytest.importorskip("torch._dynamo.compiled_autograd")
+    model = nn.Sequential(*(Wide(16, 32) for _ in range(3)))
+    expected = plain_gradients(model, x)
+    handle = torchckpt.checkpoint_layers(model, "*", budget="100%")
+    for _ in range(3):
+        with compiled_autograd._enable(torch.compile(backend="eager")):
+            found = gradients(model, x)
+        assert all(map(torch.equal, found, expected))
+        assert handle.plan is None
+    for _ in range(2):
+        assert all(map(torch.equal, gradients(model, x), expected))
+    assert len(handle.plan.kept) == 3
+    handle.remove()

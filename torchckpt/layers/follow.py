@@ -126,7 +126,7 @@ class Steps:
         """Before the model's own forward: begin a step, if none is running."""
         step = self.step
         if not self._is_on or not torch.is_grad_enabled() or not _is_alone():
-            if step is not None and not step.is_alive:
+            if step is not None and step.is_own and not step.is_alive:
                 self._close()
             return
         device = _device_of(model, args, kwargs)
@@ -148,7 +148,7 @@ class Steps:
             settings = self._settings_on(device)
             step = self._begin((settings, *own), device, (args, kwargs))
             step.model = settings
-        if step.thread != threading.get_ident() or step.calls == MOST_CALLS:
+        if not step.is_own or step.calls == MOST_CALLS:
             return run(function, args, kwargs, options)
         if step.is_in_kept:
             return function(*args, **kwargs)
@@ -264,12 +264,13 @@ class Enter:
         self._steps, self._layer = steps, layer
 
     def __call__(self, module: nn.Module, function: Function, args: Any, kwargs: Any, options: Options) -> Any:
-        step = self._steps.step
-        foreseen = step.script[step.calls] if step is not None and step.calls < len(step.script) else None
+        step, foreseen = self._steps.step, None
+        if step is not None and step.thread == threading.get_ident() and step.calls < len(step.script):
+            foreseen = step.script[step.calls]  # that of another thread goes on meanwhile
         if (
             step is None or foreseen is None or foreseen.layer != self._layer or step.is_in_kept
             or not args or getattr(args[0], "shape", None) != foreseen.shape
-            or step.thread != threading.get_ident() or not torch.is_grad_enabled()
+            or not torch.is_grad_enabled()
             or hooks_in_force(True) is not None or running_node() is not None  # in a region, or in a replay
         ):  # fmt: skip
             return self._steps.run(self._layer, module, function, args, kwargs, options)

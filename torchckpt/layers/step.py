@@ -113,6 +113,11 @@ class Step:
         self.began, self.ooms = self.known, ooms_of(self.device)
 
     @property
+    def is_own(self) -> bool:
+        """Whether it is of this thread."""
+        return self.thread == threading.get_ident()
+
+    @property
     def has_run_out(self) -> bool:
         """Whether the device was out of memory since it began, wherever; not where a backward has ended in spite of it,
         as cuDNN goes on with another kernel, and not where it was said."""
@@ -122,7 +127,7 @@ class Step:
     def has_failed(self) -> bool:
         """Whether a call, a replay or a backward has raised an error, which may keep the graph alive for as long as it
         is shown."""
-        is_cut = self.is_in_backward and self.thread == threading.get_ident() and running_node() is None
+        is_cut = self.is_in_backward and self.is_own and running_node() is None
         return self.has_raised or is_cut
 
     @property
@@ -229,7 +234,7 @@ class Step:
         if self.driven is not None:
             self.driven.reaches((Kind.FORWARD, self.calls))  # where the last ones leave
             self.driven.reaches((Kind.BACKWARD, call))
-        if self.counter is not None:
+        if self.counter is not None and not torch.compiler.is_dynamo_compiling():  # else nothing is known of it
             self.counter.backward(call, is_kept)
 
     def marked_with(self, outputs: Any, call: int, is_kept: bool) -> Any:
