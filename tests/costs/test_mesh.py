@@ -16,7 +16,7 @@ from tests.helpers import in_thread
 from tests.settings import with_gloo
 from torchckpt import ArgumentError, checkpoint
 from torchckpt.costs import Collective, fake_mesh, pipeline_costs
-from torchckpt.costs.mesh import Layout
+from torchckpt.costs.mesh import Layout, sharded_over
 from torchckpt.planning.device import Network, device_named
 from torchckpt.planning.rates import RATES
 
@@ -286,6 +286,19 @@ def test_what_fsdp_leaves_whole_is_gathered_and_its_shares_are_static(is_frozen)
     assert set(left.sharded) == {"dp"}
     assert left.static == freed.static == ((576, 0, 0) if is_frozen else (576, 576, 2 * 576))
     assert left.gathered_bytes == freed.gathered_bytes + 576
+
+
+def test_a_sharding_has_one_name_and_what_other_ranks_have_has_none():
+    from torch.distributed.tensor import DeviceMesh, DTensor, Shard
+
+    with fake_mesh(dp=2, tp=2) as mesh:
+        crossed = DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]]), mesh_dim_names=("tp", "dp"))
+        others = DeviceMesh("cpu", [2, 3], mesh_dim_names=("tp",))
+        tensors = [
+            DTensor.from_local(torch.ones(2, 2), each, [Shard(axis) for axis in range(each.ndim)], run_check=False)
+            for each in (mesh, crossed, mesh["tp"], others)
+        ]
+        assert [*map(sharded_over, tensors), sharded_over(torch.ones(2))] == ["dp_tp", "dp_tp", "tp", "", ""]
 
 
 def test_one_rank_copies_what_several_gather():

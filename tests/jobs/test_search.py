@@ -223,7 +223,7 @@ def test_table_and_numbers(found):
 
 
 def test_the_numbers_have_every_layout(found):
-    rows = found.as_json()["all"]
+    rows = found.as_json()["outcomes"]
     outcomes = Counter(row["outcome"] for row in rows)
     assert len(rows) - outcomes["planned"] == found.layouts
     assert outcomes["pruned"] == found.pruned

@@ -9,8 +9,8 @@ from torch import nn
 
 from tests.helpers import in_threads
 from tests.settings import default_dtype
-from torchckpt import CheckpointError, checkpoint, checkpoint_module, is_checkpointing, is_recomputing
-from torchckpt.regions.state import ambient
+from torchckpt import RecomputationError, checkpoint, checkpoint_module, is_checkpointing, is_recomputing
+from torchckpt.regions.state import module_state
 
 
 @pytest.fixture(autouse=True)
@@ -190,35 +190,10 @@ class Replay:
         self._loss.backward()
 
 
-@pytest.fixture
-def vary(monkeypatch):
-    """Replays have needed other default dtypes than they found."""
-    monkeypatch.setattr(ambient.of_process, "vary", True)
-
-
-def test_replays_that_need_the_same_default_dtype_have_it_together():
-    """The first to end leaves it to the other."""
-    has_ended = threading.Event()
-    second = Replay(torch.float64, lambda: has_ended.wait(30))
-    first = Replay(torch.float64, lambda: second.has_begun.wait(30))
-
-    def run_first():
-        first.run()
-        has_ended.set()
-
-    def run_second():
-        first.has_begun.wait(30)
-        second.run()
-
-    in_threads(run_first, run_second)
-    assert first.read == second.read == [torch.float64, torch.float64]
-    assert torch.get_default_dtype() == torch.float32
-
-
-@pytest.mark.parametrize("dtypes", [(torch.float64, torch.float32), (torch.float32, torch.float64)], ids=str)
-def test_a_replay_that_needs_another_default_dtype_waits(dtypes, vary):
-    second = Replay(dtypes[1])
-    first = Replay(dtypes[0], lambda: second.has_begun.wait(0.3))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_replay_that_begins_while_another_has_changed_the_default_dtype_waits(dtype):
+    second = Replay(dtype)
+    first = Replay(torch.float64, lambda: second.has_begun.wait(0.3))
 
     def run_second():
         first.has_begun.wait(30)
@@ -226,18 +201,18 @@ def test_a_replay_that_needs_another_default_dtype_waits(dtypes, vary):
         assert first.read[1:]  # it had ended
 
     in_threads(first.run, run_second)
-    assert [first.read, second.read] == [[dtypes[0]] * 2, [dtypes[1]] * 2]
+    assert [first.read, second.read] == [[torch.float64] * 2, [dtype] * 2]
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_a_replay_does_not_wait_for_ever(monkeypatch, vary):
-    monkeypatch.setattr(ambient, "_PATIENCE_SECONDS", 0.1)
+def test_a_replay_does_not_wait_for_ever(monkeypatch):
+    monkeypatch.setattr(module_state, "_LOCK_TIMEOUT_SECONDS", 0.1)
     has_failed, second = threading.Event(), Replay(torch.float32)
     first = Replay(torch.float64, lambda: has_failed.wait(30))
 
     def run_second():
         first.has_begun.wait(30)
-        with pytest.raises(CheckpointError, match=r"others have needed.*float64"):
+        with pytest.raises(RecomputationError, match="a default dtype or stance of torch"):
             second.run()
         has_failed.set()
 
@@ -256,8 +231,7 @@ def test_a_backward_in_a_replay_has_the_default_dtype_of_its_own_forward():
 
 
 @pytest.mark.accelerator
-@pytest.mark.parametrize("dtypes", [(torch.float64, torch.float64), (torch.float64, torch.float32)], ids=str)
-def test_devices_replay_under_the_default_dtypes_of_their_forwards(two_accelerators, dtypes):
+def test_devices_replay_under_the_default_dtype_of_their_forwards(two_accelerators):
     """Each device has a thread for its backward."""
 
     def function(x):
@@ -266,11 +240,10 @@ def test_devices_replay_under_the_default_dtypes_of_their_forwards(two_accelerat
         return x
 
     for _ in range(10):
-        leaves = [torch.ones(4, device=of, dtype=dtype) for of, dtype in zip(two_accelerators, dtypes)]
+        leaves = [torch.ones(4, device=device, dtype=torch.float64) for device in two_accelerators]
         outputs = [leaf.requires_grad_() for leaf in leaves]
-        for _ in range(6):
-            for place, dtype in enumerate(dtypes):
-                with default_dtype(dtype):
-                    outputs[place] = checkpoint(function, outputs[place])
+        with default_dtype(torch.float64):
+            for _ in range(6):
+                outputs = [checkpoint(function, output) for output in outputs]
         torch.autograd.backward([output.sum() for output in outputs])
         assert torch.get_default_dtype() == torch.float32

@@ -1,6 +1,7 @@
 """Chain: run the stages that a user's function makes, one after the other, on tensors without memory."""
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -18,8 +19,7 @@ from torchckpt.costs.parts import RegionSeen, repeated_children
 from torchckpt.costs.private import VALUES_ASKED, is_unallocated, sharded_kind, unallocated
 from torchckpt.costs.profile import Spent, profiled
 from torchckpt.errors import ArgumentError, CheckpointError, Fault
-from torchckpt.regions.private import compiler_stance
-from torchckpt.regions.state.ambient import of_process
+from torchckpt.regions.flags import state_lock
 from torchckpt.tensors import tensors_in
 
 __all__ = ["Build", "Mesh", "counted_chain", "profiled_chain"]
@@ -74,7 +74,7 @@ def counted_chain(
 
 def profiled_chain(build: Build, dtype: torch.dtype | None, device: torch.device) -> list[Spent]:
     """Run each stage on ``device``, where ``build`` makes it; what its parts take. Errors as of `counted_chain`."""
-    with _one_at_a_time, _of_process(dtype), torch.device(device), torch.enable_grad():
+    with _one_at_a_time, _default_dtype(dtype), torch.device(device), torch.enable_grad():
         chain, run = _checked(build, False), partial(profiled, device=device)
         with suppress(RegionSeen):
             return _each(chain, run, repeated_children(chain.stages))
@@ -99,14 +99,16 @@ def _each(chain: _Chain, count: Count[_T], children: Sequence[nn.Module] | None)
 
 @contextmanager
 def _environment(kernels: str, dtype: torch.dtype | None, mesh: Mesh | None) -> Iterator[None]:
-    with _one_at_a_time, ExitStack() as stack:
-        stack.enter_context(_of_process(dtype, "force_eager"))  # operators inside a compiled module cannot be seen
+    with _one_at_a_time, state_lock, ExitStack() as stack:  # replays of other threads wait that need other settings
+        if "torch._dynamo" in sys.modules:  # operators inside a compiled module cannot be seen
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_without_onednn())
         stack.enter_context(unallocated())
         if mesh is not None:
             stack.enter_context(mesh())
         stack.enter_context(kernels_of(kernels))
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(_default_dtype(dtype))
         yield
 
 
@@ -121,11 +123,15 @@ def _without_onednn() -> Iterator[None]:
         backend.enabled = before
 
 
-def _of_process(dtype: torch.dtype | None, stance: str | None = None) -> AbstractContextManager[None]:
-    """Inside this context, these are the default dtype and, if there is a compiler, its stance; None: as they are."""
-    now = compiler_stance()
-    needed = now if now is None or stance is None else replace(now, stance=stance, backend=None)
-    return of_process.used(dtype or torch.get_default_dtype(), needed)
+@contextmanager
+def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    try:
+        if dtype is not None:
+            torch.set_default_dtype(dtype)
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _checked(build: Build, is_sharded: bool) -> _Chain:

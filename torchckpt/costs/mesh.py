@@ -28,6 +28,10 @@ class Layout:
     def dimension_of(self, ranks: tuple[int, ...]) -> str:
         """The name of the dimension that ``ranks`` are along; of several, their names with underscores between. An
         ArgumentError, if they are along none."""
+        return "_".join(self.dimensions_of(ranks))
+
+    def dimensions_of(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
+        """The names of the dimensions that ``ranks`` are along. An ArgumentError, if there are none."""
         choices = (names for count in range(1, len(self.sizes) + 1) for names in combinations(self.sizes, count))
         along = next((names for names in choices if self._ranks_along(names) == tuple(sorted(ranks))), None)
         if along is None:
@@ -35,7 +39,7 @@ class Layout:
             rule = "a collective or DTensor is on ranks that are no dimension of the mesh, and no product of dimensions"
             received = f"the ranks {brief(ranks)}, as rank {self.rank} of {given}"
             raise_fault(Fault(rule, received, "mesh.get_group('tp'), or a dimension of the mesh for each group"))
-        return "_".join(along)
+        return along
 
     def _ranks_along(self, names: tuple[str, ...]) -> tuple[int, ...]:
         """The ranks that differ from this one along the dimensions ``names`` alone."""
@@ -61,11 +65,15 @@ def sharded_over(tensor: Tensor) -> str:
     layout = layout_around()
     if layout is None or not isinstance(tensor, imported("torch.distributed.tensor", "DTensor")):
         return ""
+    mesh = tensor.device_mesh
+    if mesh.get_coordinate() is None:  # of other ranks
+        return ""
     from torch.distributed import get_process_group_ranks
 
     shards = (place for place, each in enumerate(tensor.placements) if not (each.is_replicate() or each.is_partial()))
-    ranks = [tuple(get_process_group_ranks(tensor.device_mesh.get_group(place))) for place in shards]
-    return "_".join(layout.dimension_of(along) for along in ranks if len(along) > 1)
+    groups = [tuple(get_process_group_ranks(mesh.get_group(place))) for place in shards]
+    names = {name for ranks in groups if len(ranks) > 1 for name in layout.dimensions_of(ranks)}
+    return "_".join(name for name in layout.sizes if name in names)
 
 
 @contextmanager

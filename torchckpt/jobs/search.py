@@ -38,6 +38,7 @@ _RECOMPUTES = ("none", "selective", "full")
 _LEAST_CONTEXT = 1024
 _COLUMNS = ",tp,cp,ep,pp,dp,micro,schedule,state,recompute,step,tokens/s/GPU,MFU,peak,bubble,recomputed,away,bound"
 _STAYS = ("simulated", "planned", "pruned")
+_NO_ROOM = ("the state does not fit", "the activations do not fit")
 _ROUNDING = 1e-9
 _WORK = 2**15
 """The forwards and backwards of the layouts that are planned block by block: a search takes no more than a minute."""
@@ -119,7 +120,7 @@ class SearchResult:
             "pruned": self.pruned,
             "reasons": dict(self.reasons),
             "whole": self.is_whole,
-            "all": [outcome.as_json() for outcome in self.outcomes],
+            "outcomes": [outcome.as_json() for outcome in self.outcomes],
         }
 
 
@@ -190,7 +191,7 @@ def _larger(model: Model, machine: Machine, base: Layout, memory: float, fixed: 
 
 def _otherwise(result: SearchResult, fixed: Collection[str]) -> str:
     """What else would do: memory helps where something did not fit."""
-    ways = ["devices with more memory"] * any(reason.endswith("not fit") for reason in result.reasons)
+    ways = ["devices with more memory"] * any(reason in _NO_ROOM for reason in result.reasons)
     if fixed:
         ways.append(f"other values of {', '.join(sorted(fixed))}")
     return ", or ".join(ways) or "another number of GPUs, or another batch"
@@ -211,7 +212,7 @@ def _bounded(
             continue
         job = Job(model, layout, machine)
         if min(rooms(job, memory)) < 0:
-            result.outcomes.append(Outcome(layout, "the state does not fit"))
+            result.outcomes.append(Outcome(layout, _NO_ROOM[0]))
             continue
         heapq.heappush(waiting, (_least_seconds(job), result.layouts, job))
     return waiting
@@ -249,7 +250,7 @@ def _simulate(
             result.outcomes.append(Outcome(job.layout, "the micro-batches do not suit the schedule", least))
             continue
         if plan is None:
-            result.outcomes.append(Outcome(job.layout, "the activations do not fit", least))
+            result.outcomes.append(Outcome(job.layout, _NO_ROOM[1], least))
         else:
             _keep(plan, result, "simulated", least)
 

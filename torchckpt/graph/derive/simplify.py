@@ -51,7 +51,8 @@ _READ_STRIDES = "aten::as_strided"
 
 
 _alone = threading.Lock()
-"""Python's filters of warnings are of the process: who puts them back while another has set his leaves those."""
+"""Python's filters of warnings are of the process. Of two threads that change them at once, the later one would restore
+what the earlier one has set."""
 
 
 @called("simplify()")
@@ -74,7 +75,7 @@ def simplify(gm: fx.GraphModule, *, exact: bool = False) -> fx.GraphModule:
     Raises:
         ArgumentError: the nodes have no fake tensors, or fake tensors of several modes.
     """
-    with _alone, warnings.catch_warnings():  # torch copies a signature made of pytrees in a way that it has deprecated
+    with _alone, warnings.catch_warnings():  # torch copies a signature of pytrees in a way that torch has deprecated
         warnings.simplefilter("ignore", FutureWarning)
         graph = copy.deepcopy(gm.graph)
     graph.eliminate_dead_code()

@@ -185,10 +185,14 @@ class Within:
 
     def _look_back(self, stages: Sequence[Stage]) -> None:
         """If the step of a graph has failed as a device was out of memory, have its next plan take less."""
-        known, ooms, self._ooms = self._followed, self._ooms, None
-        if ooms is not None and _ooms_of(stages) > ooms and known is not None and known.plan is not None:
+        known = self._followed
+        if self._ooms is None or _ooms_of(stages) <= self._ooms:
+            return
+        self._ooms = None
+        if known is not None and known.plan is not None:
             known.plan_less(LESS)
-            self._warn(f"a device was out of memory in a planned step, so the next plan takes {LESS:.0%} of its budget")
+            text = f"a device was out of memory in a planned step, so the next plan takes {LESS:.0%} of its budget"
+            warnings.warn(f"Pipe: {text}", stacklevel=5)
 
     def ended(self) -> None:
         """Note that the backward of a graph has ended."""

@@ -113,7 +113,10 @@ def _played(step: Step, spans: Spans, zero: float) -> Run:
 
 
 def _not_replayed(action: Action, known: Mapping[Action, Sequence[Span]]) -> list[Span]:
-    """The span of a replay that nothing asked for, as of a stage that saves nothing: no time, before its backward."""
+    """The span of a replay that nothing asked for, as of a stage that saves nothing: no time, before its backward.
+
+    Where only one of an early and a late replay was asked for, the early one is taken to be it.
+    """
     backwards = (span for kind in BACKWARDS for span in known.get(action._replace(kind=kind), ()))
     return [Span(action, *[span.start_seconds] * 3) for span in backwards][:1]
 

@@ -25,14 +25,16 @@ from torchckpt.regions.state.ambient import (
     Ambient,
     Generator,
     RandomState,
+    changing,
+    differ_in_process,
     drawn_since,
     generators_of,
-    of_process,
     random_state,
     restore_states,
     set_states,
     settings,
     use_settings,
+    use_settings_of_process,
 )
 from torchckpt.regions.state.boundary import Boundary, generators_among
 from torchckpt.regions.state.module_state import ModuleState, changed_in_place, exclusive, record_state, substituted
@@ -181,13 +183,14 @@ class Call:
                 raise changed_in_place(self.function, layer.get_buffer("running_mean"), path)
         then, random = ambient
         again: Function = self._run_again
-        if self.devices and random and random[0][0] is torch.default_generator:
-            again = inside(exclusive(self.function), again)  # or another device's thread sets the generator meanwhile
-        if then != (now := settings()):
+        # Or another device's thread could set the generator meanwhile, or what is of the whole process.
+        is_alone = bool(self.devices and random and random[0][0] is torch.default_generator)
+        if then != (now := settings()) or changing:
             function = inside(use_settings(then), function)
-            of_process.note(then, now)
-        if of_process.vary:
-            again = inside(of_process.used(then[3], then[7]), again)
+            if changing or differ_in_process(then, now):
+                again, is_alone = inside(use_settings_of_process(then), again), True
+        if is_alone:
+            again = inside(exclusive(self.function), again)
         return again(partial(function, *args, **kwargs), random, pack, unpack)
 
     def _run_again(self, run: Function, random: RandomState, pack: Pack, unpack: Unpack) -> Any:

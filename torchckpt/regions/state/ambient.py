@@ -7,10 +7,8 @@ generators. A replay sets them, and puts the states that it found back at its en
 """
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from threading import Condition, get_ident
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -24,7 +22,6 @@ from torch import (
     is_inference_mode_enabled,
 )
 
-from torchckpt.errors import CheckpointError
 from torchckpt.regions.devices import accelerator_type
 from torchckpt.regions.flags import local
 from torchckpt.regions.private import (
@@ -45,15 +42,17 @@ __all__ = [
     "Generator",
     "RandomState",
     "Settings",
+    "changing",
+    "differ_in_process",
     "drawn_since",
     "generators_of",
     "is_made_here",
-    "of_process",
     "random_state",
     "restore_states",
     "set_states",
     "settings",
     "use_settings",
+    "use_settings_of_process",
 ]
 
 
@@ -112,73 +111,29 @@ def use_settings(then: Settings) -> Iterator[None]:
         yield
 
 
-_PATIENCE_SECONDS = 300
+changing: list[None] = []
+"""One for each replay that has changed the default dtype or the compiler's stance, which are of the whole process."""
 
 
-class _OfProcess:
-    """The default dtype and the compiler's stance, which all threads find, while threads need others than were there.
-
-    Those that need the same have them together, and the last one puts back what was there. Who needs others waits.
-    """
-
-    vary = False
-    """Whether a replay has ever needed others than it found. From then on all replays say what they need."""
-
-    def __init__(self) -> None:
-        self._users: Counter[int] = Counter()
-        """By thread, how often it is inside of :meth:`used`."""
-        self._changed = Condition()
-        self._found: tuple[torch.dtype, Any] = get_default_dtype(), None
-
-    def note(self, then: Settings, now: Settings) -> None:
-        """Note that a replay needs ``then``, and finds ``now``."""
-        if then[3] != now[3] or then[7] not in (None, now[7]):
-            self.vary = True
-
-    @contextmanager
-    def used(self, dtype: torch.dtype, stance: Any) -> Iterator[None]:
-        """Inside the block, they are these. A stance of None is any."""
-        me, needed = get_ident(), (dtype, stance)
-        count, before = self._users[me], self._found
-        try:
-            with self._changed:
-                if not self._changed.wait_for(lambda: self._users.keys() <= {me} or _has(*needed), _PATIENCE_SECONDS):
-                    raise CheckpointError(
-                        "a replay, or a count of costs, needs another default dtype or stance of torch.compiler than "
-                        "other threads, which have them for the whole process\n"
-                        f"  received: {needed}; others have needed {(get_default_dtype(), compiler_stance())} for "
-                        f"{_PATIENCE_SECONDS} seconds\n"
-                        "  works:    set_default_dtype() and set_stance() around whole steps, with their backwards"
-                    )
-                before = get_default_dtype(), compiler_stance()
-                if not self._users:
-                    self._found = before
-                self._users[me] = count + 1
-                _set(*needed)
-            yield
-        finally:
-            with self._changed:
-                if self._users[me] > count:  # or it was interrupted before
-                    self._users[me] = count
-                    self._users += Counter()  # drop threads that are in no block
-                    if self._users.keys() <= {me}:
-                        _set(*(before if self._users else self._found))
-                    self._changed.notify_all()
+def differ_in_process(then: Settings, now: Settings) -> bool:
+    """Whether the default dtype or the compiler's stance are others. A stance of None is that of any compiler."""
+    return then[3] != now[3] or then[7] not in (None, now[7])
 
 
-def _has(dtype: torch.dtype, stance: Any) -> bool:
-    return dtype == get_default_dtype() and stance in (None, compiler_stance())
-
-
-def _set(dtype: torch.dtype, stance: Any) -> None:
-    if stance not in (None, compiler_stance()):
-        use_stance(stance)
-    if dtype != get_default_dtype():
-        torch.set_default_dtype(dtype)
-
-
-of_process = _OfProcess()
-"""One for all threads."""
+@contextmanager
+def use_settings_of_process(then: Settings) -> Iterator[None]:
+    """Inside the block, the default dtype and the compiler's stance are those of ``then``, in all threads. The caller
+    holds ``state_lock``, or threads would put back what others have set."""
+    dtype, stance = get_default_dtype(), compiler_stance()
+    with ExitStack() as stack:
+        changing.append(None)
+        stack.callback(changing.pop)
+        if then[3] != dtype:
+            stack.callback(torch.set_default_dtype, dtype)
+            torch.set_default_dtype(then[3])
+        if then[7] not in (None, stance):
+            stack.enter_context(use_stance(then[7]))
+        yield
 
 
 class _Watch(DispatchMode):

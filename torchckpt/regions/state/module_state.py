@@ -265,9 +265,9 @@ def exclusive(function: Function) -> Iterator[None]:
     """Hold ``state_lock`` for the replay of ``function``."""
     if not state_lock.acquire(timeout=_LOCK_TIMEOUT_SECONDS):
         raise RecomputationError(
-            f"the replay of region {name_of(function)} needs buffers or a generator that a region in another thread "
-            f"uses. That region has not ended for {_LOCK_TIMEOUT_SECONDS} seconds; it may be waiting for this "
-            "backward\n"
+            f"the replay of region {name_of(function)} needs buffers, a generator, or a default dtype or stance of "
+            f"torch.compiler that another thread uses otherwise, and has not left for {_LOCK_TIMEOUT_SECONDS} seconds; "
+            "it may be waiting for this backward\n"
             "  works:    run no backward inside a region whose modules change buffers, such as spectral_norm"
         )
     try:
