@@ -100,9 +100,9 @@ def test_gradients_that_are_there_count_once_of_the_whole_device(accelerator, se
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks at it, without regions, too
 def test_a_backward_that_compiled_autograd_compiles_tells_nothing(x, fresh_dynamo):
     compiled_autograd = pytest.importorskip("torch._dynamo.compiled_autograd")
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2)))
+    model = nn.Sequential(Wide(16, 8))
     expected = plain_gradients(model, x)
-    handle = torchckpt.checkpoint_layers(model, "[01]", budget="100%")
+    handle = torchckpt.checkpoint_layers(model, "*", budget="100%")
     for _ in range(2):
         with compiled_autograd._enable(torch.compile(backend="eager")):
             found = gradients(model, x)
@@ -110,5 +110,5 @@ def test_a_backward_that_compiled_autograd_compiles_tells_nothing(x, fresh_dynam
         assert handle.plan is None
     for _ in range(2):
         assert all(map(torch.equal, gradients(model, x), expected))
-    assert len(handle.plan.kept) == 2
+    assert handle.plan.kept
     handle.remove()
