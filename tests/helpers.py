@@ -226,3 +226,17 @@ def saved_and_loaded(module):
     torch.save(module, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
+
+
+class FullDevice:
+    """Counts how often it was out of memory, as CUDA's allocator does."""
+
+    ooms = 0
+
+    def fail(self, *_: object) -> None:
+        self.ooms += 1
+        raise torch.OutOfMemoryError("none left")
+
+    def recover(self, *_: object) -> None:
+        """As cuDNN does, which goes on with another kernel."""
+        self.ooms += 1

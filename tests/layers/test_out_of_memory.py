@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import torchckpt
+from tests.helpers import FullDevice
 from torchckpt.layers.known import KnownStep, measured
 from torchckpt.regions.live import ooms_of
 from torchckpt.testing import count_recomputes
@@ -77,23 +78,9 @@ def test_a_plan_with_the_least_budget_is_not_made_again(model):
         assert (known.plan is None, known.share) == (share < 1, share)
 
 
-class Device:
-    """Counts how often it was out of memory."""
-
-    ooms = 0
-
-    def fail(self, *_):
-        self.ooms += 1
-        raise torch.OutOfMemoryError("none left")
-
-    def recover(self, *_):
-        """As cuDNN does."""
-        self.ooms += 1
-
-
 @pytest.fixture
 def device():
-    device = Device()
+    device = FullDevice()
     with mock.patch("torchckpt.layers.step.ooms_of", side_effect=lambda _: device.ooms):
         yield device
 

@@ -131,15 +131,16 @@ def _in_options(text: str) -> str:
     """``text`` with options in place of the fields of a layout."""
     names = "|".join(field.name for field in fields(Layout))
 
-    def option(match: re.Match[str]) -> str:
-        name = _OPTIONS.get(match[1], match[1])
-        return f"--{name.replace('_', '-')} {match[2]}"
+    def option(name: str) -> str:
+        return f"--{_OPTIONS.get(name, name).replace('_', '-')}"
 
     def listed(match: re.Match[str]) -> str:
-        return re.sub(r"\w+", lambda name: f"--{_OPTIONS.get(name[0], name[0]).replace('_', '-')}", match[0])
+        return re.sub(r"\w+", lambda name: option(name[0]), match[0])
 
     text = re.sub(r"(?<=other values of )[\w, ]+$", listed, text)
-    return re.sub(rf"\b({names}|model)=[\"']?([\w.\-/]+)[\"']?", option, text)
+    return re.sub(
+        rf"\b({names}|model)=[\"']?([\w.\-/]+)[\"']?", lambda match: f"{option(match[1])} {match[2]}", text
+    )
 
 
 class _Progress:

@@ -262,8 +262,7 @@ def static_of(stage: nn.Module, optimizer_bytes: float | None = None) -> dict[St
         optimizer_bytes: state of a trained element. Default: Adam's, 12 for one of two bytes, 8 of four, 16 of eight.
     """
     sizes: dict[StorageWeakRef, Static] = {}
-    trained = [parameter for parameter in stage.parameters() if parameter.requires_grad]
-    gradients: dict[Tensor, int] = dict(zip(trained, _gradient_bytes(trained)))
+    gradients = _gradient_bytes(parameter for parameter in stage.parameters() if parameter.requires_grad)
     for tensor in (*stage.parameters(), *stage.buffers()):
         state_bytes: float = 3 * _FLOAT32_BYTES if tensor.element_size() < _FLOAT32_BYTES else 2 * tensor.element_size()
         if optimizer_bytes is not None:
@@ -292,18 +291,20 @@ def _elements(tensor: Tensor) -> int:
     return sum(share.numel() for share in inner_tensors(tensor))
 
 
-def _gradient_bytes(parameters: Sequence[nn.Parameter]) -> list[int]:
+def _gradient_bytes(parameters: Iterable[nn.Parameter]) -> dict[Tensor, int]:
     """The bytes of each gradient, or of one of its parameter's dtype. FSDP2 reduces the gradients of a module into one
     storage, whose padding is of the first."""
-    sizes = [_elements(parameter) * parameter.element_size() * (parameter.grad is None) for parameter in parameters]
+    sizes: dict[Tensor, int] = {}
     left: dict[StorageWeakRef, int] = {}
-    firsts: dict[StorageWeakRef, int] = {}
-    for place, parameter in enumerate(parameters):
-        for share in [] if parameter.grad is None else inner_tensors(parameter.grad):
+    firsts: dict[StorageWeakRef, Tensor] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        sizes[parameter] = _elements(parameter) * parameter.element_size() if gradient is None else 0
+        for share in [] if gradient is None else inner_tensors(gradient):
             for storage, size in storage_of(share).items():
-                firsts.setdefault(storage, place)
+                firsts.setdefault(storage, parameter)
                 taken = min(share.nbytes, left.setdefault(storage, size))
-                sizes[place] += taken
+                sizes[parameter] += taken
                 left[storage] -= taken
     for storage, rest in left.items():
         sizes[firsts[storage]] += rest

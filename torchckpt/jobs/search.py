@@ -72,8 +72,6 @@ class SearchResult:
     simulated: int = 0
     planned: int = 0
     """Layouts that were planned block by block beside the other policies."""
-    pruned: int = 0
-    """Layouts whose bound is above the step of the last of ``best``."""
     outcomes: list[Outcome] = field(default_factory=list)
     """Of each layout that the search came to, and again of those that are faster planned block by block."""
     is_whole: bool = False
@@ -87,6 +85,11 @@ class SearchResult:
             f"{aligned(rows)}\n\n{self.layouts} layouts: {self.simulated} simulated, {self.planned} planned, "
             f"{self.pruned} pruned by their bound; fell out: {self.fell_out or 'none'}{ended}"
         )
+
+    @property
+    def pruned(self) -> int:
+        """How many layouts have a bound above the step of the last of ``best``."""
+        return sum(outcome.what == "pruned" for outcome in self.outcomes)
 
     @property
     def reasons(self) -> Counter[str]:
@@ -238,9 +241,7 @@ def _simulate(
     while waiting:
         least, _, job = heapq.heappop(waiting)
         if len(result.best) == _BEST and least > result.best[-1].step_seconds:
-            result.pruned = len(waiting) + 1
-            left = [(least, 0, job), *waiting]
-            result.outcomes += [Outcome(job.layout, "pruned", least) for least, _, job in left]
+            result.outcomes += [Outcome(job.layout, "pruned", least) for least, _, job in [(least, 0, job), *waiting]]
             break
         progress(count - len(waiting))
         result.simulated += 1

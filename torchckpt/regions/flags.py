@@ -15,8 +15,8 @@ state_lock = threading.RLock()
 
 * replays, while modules hold substitutes,
 * forwards that change buffers, so that none changes a substitute,
-* replays that draw from a generator which other threads share,
-* traces of modules (torchckpt.graph).
+* replays that draw from a generator which other threads share, or need another default dtype or stance,
+* traces of modules (torchckpt.graph) and counts of costs (torchckpt.costs).
 """
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from tests.helpers import by_hand, prefetched
+from tests.helpers import FullDevice, by_hand, prefetched
 from tests.pipe.budget.models import MODELS, SIZE, WAYS, Raises, Wide, budgeted, pair, state, step, wide
 from tests.slow import slow, slow_but
 from torchckpt import ArgumentError, BudgetInfeasible, CheckpointError, Pipe, checkpoint
@@ -155,26 +155,12 @@ def test_out_of_memory_in_a_planned_step_has_the_next_plan_take_less():
     assert max(pipe.plan.peak_bytes) < max(before)
 
 
-class Device:
-    """Counts how often it was out of memory."""
-
-    ooms = 0
-
-    def fails(self, *_):
-        self.ooms += 1
-        raise torch.OutOfMemoryError("none left")
-
-    def recovers(self, *_):
-        """As cuDNN does."""
-        self.ooms += 1
-
-
 @pytest.mark.parametrize(
     ("where", "is_held", "is_twice"),
     [(0, False, False), (3, True, False), ("loss", False, False), ("loss", True, False), (0, False, True)],
 )
 def test_out_of_memory_in_the_backward_of_a_graph_has_the_next_plan_take_less(where, is_held, is_twice, monkeypatch):
-    device = Device()
+    device = FullDevice()
     monkeypatch.setattr("torchckpt.pipe.budget.within.ooms_of", lambda _: device.ooms)
     model = nn.Sequential(*(Wide(64) for _ in range(4)))
     pipe, x, held = Pipe(model, [2, 2], ["cpu"] * 2, 4, budget="95%"), torch.randn(32, SIZE), []
@@ -195,7 +181,7 @@ def test_out_of_memory_in_the_backward_of_a_graph_has_the_next_plan_take_less(wh
 
     def fail():
         place = pipe if where == "loss" else model[where].parts[0].weight
-        hook = (place.register_forward_hook if where == "loss" else place.register_hook)(device.fails)
+        hook = (place.register_forward_hook if where == "loss" else place.register_hook)(device.fail)
         with pytest.raises(torch.OutOfMemoryError) as caught:
             (with_two_forwards if is_twice else graph_step)()
         hook.remove()
@@ -205,10 +191,10 @@ def test_out_of_memory_in_the_backward_of_a_graph_has_the_next_plan_take_less(wh
     for _ in range(3):
         assert said(graph_step) == []
     before = pipe.plan.peak_bytes
-    hook = model[3].parts[0].weight.register_hook(device.recovers)
+    hook = model[3].parts[0].weight.register_hook(device.recover)
     assert said(graph_step) == []
     hook.remove()
-    device.recovers()  # of something else, between steps
+    device.recover()  # of something else, between steps
     assert said(graph_step) == []
     assert pipe.plan.peak_bytes == before
     assert bool(said(fail)) == is_twice  # of the second forward
