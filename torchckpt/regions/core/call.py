@@ -102,8 +102,8 @@ class Call:
                 self._entry = SyncPoint(self.devices)  # when inputs and copies of buffers are ready
             random = self._random_state(module_state) if self._options.preserve_rng_state else []
             ambient.append((settings(), random))
-            if not self.is_alone or module_state is not None:
-                self._look(values)
+            if (not self.is_alone or module_state is not None) and not self._look(values):
+                return function(*args, **kwargs)
             outputs = self._run(function, args, kwargs, pack, unpack)
         finally:
             if is_locked:
@@ -114,12 +114,14 @@ class Call:
             ambient.append((then, drawn_since(random[:shared]) + random[shared:]))
         return outputs
 
-    def _look(self, values: bool) -> None:
+    def _look(self, values: bool) -> bool:
+        """Find the norm layers. False if a lazy module is among what the function reaches otherwise."""
         layers = norm_layers_of(self.function, None if self.module_state is None else self.module_state.layout)
         if layers:
             # Compiled code may save what it makes of the buffers.
             self._looked = norms.look(layers, values or runs_compiled_code(self.function))
             self.means = norms.running_means(self._looked)
+        return layers is not None
 
     def _run(
         self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], pack: Pack, unpack: Unpack

@@ -18,6 +18,7 @@ from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from torchckpt.modules import contents_of, is_compiled_class, is_compiled_function, is_module, module_of, uncompiled
 from torchckpt.regions.flags import local
@@ -31,16 +32,19 @@ _MOST = 1000
 """The most objects that are looked at, and the most values of one container."""
 
 
-def norm_layers_of(function: Function, layout: Layout | None) -> Collection[nn.Module]:
+def norm_layers_of(function: Function, layout: Layout | None) -> Collection[nn.Module] | None:
     """The norm layers in the modules of ``layout``, the function's own, and in those that it reaches otherwise. There
-    may be others (``norms.note_caller``)."""
+    may be others (``norms.note_caller``). None: one of the latter is lazy, so its first call makes weights."""
     inner: list[nn.Module] = []
     if layout is not None and layout.norms:
         inner = [layer for norm in layout.norms.values() if (layer := norm()) is not None]
     called = function.__self__ if type(function) is MethodType else function
     if issubclass(type(called), nn.Module) or reaches_nothing(function):
         return inner
-    reached = [layer for module in _Walk(function).modules for layer in _tree_of(module).layers()]
+    trees = [_tree_of(module) for module in _Walk(function).modules]
+    if any(tree.is_lazy() for tree in trees):
+        return None
+    reached = [layer for tree in trees for layer in tree.layers()]
     return dict.fromkeys([*inner, *reached]) if inner else reached
 
 
@@ -223,11 +227,18 @@ class _Tree:
         self._children = values_of(self._inside)
         self._modules = list(map(weakref.ref, modules))
         self._layers = [weakref.ref(inner) for inner in modules if isinstance(inner, norm_layer)]
+        tables = [table for inner in modules for table in (inner._parameters, inner._buffers) if type(table) is dict]
+        self._lazy = [value for value in values_of(tables) if is_lazy(value)]
         self._has_compiled_class = any(is_compiled_class(type(inner)) for inner in modules)
 
     def is_of(self, module: nn.Module) -> bool:
         """Whether ``module`` is the module of this tree, not a shallow copy, and has the same modules inside."""
         return self._own is module._modules and values_of(self._inside) == self._children
+
+    def is_lazy(self) -> bool:
+        """Whether a parameter or buffer has no shape yet."""
+        self._lazy = [value for value in self._lazy if is_lazy(value)]
+        return bool(self._lazy)
 
     def is_compiled(self) -> bool:
         """Whether one of the modules was compiled, or holds what was: ``module.compile()`` puts a function there."""
