@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torchckpt.modules import OF_EVERY_MODULE, is_compiled, is_module, module_of, uncompiled
 from torchckpt.regions.private import norm_layer, set_version
 from torchckpt.regions.state.norms import COUNTER, STATISTICS, updates
+from torchckpt.tensors import of_class
 from torchckpt.typing import Function
 
 __all__ = [
@@ -36,10 +37,11 @@ class Copy:
     the buffer is if it is a statistic, and else None.
     """
 
-    __slots__ = ("_buffer", "_count", "_counter", "values", "version")
+    __slots__ = ("_buffer", "_class", "_count", "_counter", "values", "version")
 
     def __init__(self, buffer: Tensor, table: Mapping[str, Tensor | None] | None = None) -> None:
         counter = None if table is None else table.get(COUNTER)
+        self._class = buffer.__class__
         self._buffer, self._counter = weakref.ref(buffer), None if counter is None else weakref.ref(counter)
         self.version, self._count = version_of(buffer), None if counter is None else version_of(counter)
         self.values: Tensor | None = buffer.detach().clone()
@@ -47,7 +49,7 @@ class Copy:
     def clone(self) -> Tensor:
         """A new tensor with the buffer's old values and version, which a replay may change."""
         assert self.values is not None
-        return set_version(self.values.clone(), self.version)
+        return set_version(of_class(self._class, self.values.clone()), self.version)
 
     def is_of(self, buffer: Tensor, table: Mapping[str, Tensor | None] | None = None) -> bool:
         """Whether ``buffer`` has not changed since."""
