@@ -269,13 +269,16 @@ _SAVE_EARLY = frozenset(("rrelu", "rrelu_", "rrelu_with_noise", "rrelu_with_nois
 """Functions that save their noise before their kernel writes it."""
 
 
-def goes_on(tensor: Tensor, frame: FrameType, function: Function) -> bool:
-    """Whether a replay goes on, without Stop, when ``frame`` has saved the last ``tensor``.
+def goes_on(tensor: Tensor, frame: FrameType | None, function: Function) -> bool:
+    """Whether a replay goes on, without Stop, when ``frame`` has saved the last ``tensor``. None: the engine has, in a
+    backward that keeps its graph.
 
     It does if the kernel that writes it is still to run, or if ``function`` only returns from here on: an exception
     that passes through C++ takes as long as ten tiny operations. In the second case ``frame`` is the function's own
     frame, and its next instruction returns.
     """
+    if frame is None:
+        return False
     code = frame.f_code
     if not _SAVE_EARLY.isdisjoint(code.co_names):
         return True
