@@ -178,7 +178,7 @@ class Call:
         function = self.function if self._contexts is None else inside(self._take_context(), self.function)
         substitutes = None if self.module_state is None else self.module_state.substitutes(self.function)
         if substitutes is not None:
-            function = inside(substituted(substitutes, self.function), function)
+            function = inside(substituted(substitutes, self.function), inside(norms.calls_end(), function))
         for layer in norms.moved(self._noted.read) if self._noted.read else ():
             if self.module_state is None or not self.module_state.has_statistics_of(layer):
                 path = f"{type(layer).__name__}.running_mean"

@@ -12,7 +12,6 @@ import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary
@@ -20,7 +19,15 @@ from weakref import ReferenceType, WeakKeyDictionary
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torchckpt.modules import contents_of, is_compiled_class, is_compiled_function, is_module, module_of, uncompiled
+from torchckpt.modules import (
+    contents_of,
+    is_compiled_class,
+    is_compiled_function,
+    is_module,
+    module_of,
+    names_in,
+    uncompiled,
+)
 from torchckpt.regions.flags import local
 from torchckpt.regions.private import norm_layer
 from torchckpt.regions.state.layout import Layout, known_of, values_of
@@ -64,7 +71,7 @@ def reaches_nothing(function: Function) -> bool:
     """Whether ``function`` surely reaches nothing but its arguments. That is true of many, and cheap to find out."""
     if type(function) is not FunctionType or function.__closure__ or function.__defaults__ or function.__kwdefaults__:
         return False
-    return function.__globals__.keys().isdisjoint(_names_in(function.__code__))
+    return function.__globals__.keys().isdisjoint(names_in(function.__code__))
 
 
 # compilations ---------------------------------------------------------------------------------------------------------
@@ -165,7 +172,7 @@ class _Walk:
     def _function(self, function: FunctionType) -> None:
         self.functions.append(function)
         self._next += [*contents_of(function), *function.__dict__.values()]
-        known, names = function.__globals__, _names_in(function.__code__)
+        known, names = function.__globals__, names_in(function.__code__)
         if names and not _is_of_others(known.get("__name__")):
             new = [name for name in names if name not in self._names]
             self._names.update(dict.fromkeys(new))
@@ -200,20 +207,6 @@ def _inside(value: Any, kind: type[Any]) -> Sequence[Any]:
     if issubclass(kind, Tensor) or (kind is dict and "__builtins__" in value):  # globals, by a frame
         return ()
     return gc.get_referents(value)
-
-
-_names: dict[int, tuple[weakref.ref[CodeType], tuple[str, ...]]] = {}
-
-
-def _names_in(code: CodeType) -> tuple[str, ...]:
-    """The names of globals and attributes in ``code``, and in the functions that are defined in it."""
-    known = _names.get(id(code))
-    if known is None:
-        key, forget = id(code), _names.pop
-        inside = chain.from_iterable(_names_in(const) for const in code.co_consts if isinstance(const, CodeType))
-        names = tuple(dict.fromkeys([*code.co_names, *inside]))
-        known = _names[key] = weakref.ref(code, lambda _: forget(key, None)), names
-    return known[1]
 
 
 class _Tree:
