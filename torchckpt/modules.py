@@ -3,15 +3,17 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from contextlib import suppress
-from types import BuiltinMethodType, FunctionType, MethodType, NoneType
+from itertools import chain
+from types import BuiltinMethodType, CodeType, FunctionType, MethodType, NoneType
 from typing import Any, TypeGuard
 
 from torch import nn
 
 __all__ = [
     "OF_EVERY_MODULE", "contents_of", "imported", "is_compiled", "is_compiled_class", "is_compiled_function",
-    "is_module", "module_of", "name_of", "uncompiled",
+    "is_module", "module_of", "name_of", "names_in", "uncompiled",
 ]
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
@@ -71,6 +73,20 @@ def contents_of(function: FunctionType) -> list[Any]:
         except ValueError:
             contents.append(None)
     return [*contents, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+
+
+_names: dict[int, tuple[weakref.ref[CodeType], tuple[str, ...]]] = {}
+
+
+def names_in(code: CodeType) -> tuple[str, ...]:
+    """The names of globals and attributes in ``code``, and in the functions that are defined in it."""
+    known = _names.get(id(code))
+    if known is None:
+        key, forget = id(code), _names.pop
+        inside = chain.from_iterable(names_in(const) for const in code.co_consts if isinstance(const, CodeType))
+        names = tuple(dict.fromkeys([*code.co_names, *inside]))
+        known = _names[key] = weakref.ref(code, lambda _: forget(key, None)), names
+    return known[1]
 
 
 def name_of(function: Any) -> str:

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 __all__ = [
     "PutBack", "copy_attributes", "flop_formula", "gradient_bytes", "hides_tensors", "inner_tensors", "node_name",
-    "nodes_behind", "tensors_in", "tensors_of", "tensors_of_pair",
+    "nodes_behind", "of_class", "tensors_in", "tensors_of", "tensors_of_pair",
 ]
 
 PutBack: TypeAlias = Callable[[Sequence[Tensor]], Any]
@@ -82,6 +82,14 @@ def copy_attributes(source: Tensor, target: Tensor) -> Tensor:
     if source.__dict__:
         target.__dict__.update(source.__dict__)
     return target
+
+
+def of_class(cls: type[Tensor], tensor: Tensor) -> Tensor:
+    """``tensor`` as a ``cls``. Where subclasses do not see functions, as in the backward of a loss of one, what is made
+    of one is a plain tensor. A subclass that sees operators, such as a DTensor, makes its own."""
+    if type(tensor) is cls or cls.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return tensor
+    return tensor.as_subclass(cls)
 
 
 def hides_tensors(leaf: object, depth: int = 3) -> bool:

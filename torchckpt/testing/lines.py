@@ -216,7 +216,7 @@ class KeptStorages(SavedBytes):
         if is_fake():  # of a trace
             return _SavedTensor(tensor, self._changes)
         self.learn(tensor.grad_fn)
-        return self._saved(tensor, sys._getframe(1))
+        return self._saved(tensor, sys._getframe().f_back)
 
     def _unpack(self, saved: _SavedTensor) -> Tensor:
         self.learn(running_node())

@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import torchckpt
-from tests.helpers import leaf
+from tests.helpers import assert_program_transparent, leaf
 from torchckpt.errors import ArgumentError
 from torchckpt.regions.core import checkpointing
 from torchckpt.regions.private import heeds_hooks, hooks_in_force
@@ -273,3 +273,21 @@ def test_a_torch_whose_selective_contexts_look_for_no_hooks_is_an_error():
 def test_respect_of_another_type_is_an_error():
     with pytest.raises(ArgumentError, match="respect_saved_tensors_hooks is not a bool or None"):
         checkpoint(block, leaf(3, 3), respect_saved_tensors_hooks="yes")
+
+
+def test_a_container_that_the_function_fills_is_the_callers(call, device):
+    """As a cache of keys and values, or a list of losses."""
+
+    def function(x, cache, *, table):
+        assert cache[0] is table["x"]
+        cache.append(x.sin())
+        table["y"] = cache[0].exp()
+        return (cache[0] * x).tanh()
+
+    def program(call, x):
+        hidden = x * 2
+        cache, table = [hidden], {"x": hidden}
+        output = call(function, hidden.cos(), cache, table=table)
+        return output, [*cache], {**table}
+
+    assert_program_transparent(call, program, leaf(4, device=device))

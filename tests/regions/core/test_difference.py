@@ -30,6 +30,7 @@ from torchckpt import (
     is_recomputing,
 )
 from torchckpt.regions.core import frame, slots
+from torchckpt.testing import saved_by_line
 
 HERE = Path(__file__).relative_to(Path.cwd())
 LINES = Path(__file__).read_text().splitlines()
@@ -669,3 +670,20 @@ def test_an_error_holds_no_tensor_of_the_replay():
         del caught
         assert hidden[-1]() is None
         assert error.__context__ is None
+
+
+def test_a_tensor_that_a_backward_inside_of_a_region_saves(device):
+    """On a device the engine saves it in a thread of its own, where no Python code runs."""
+
+    def function(x):
+        (gradient,) = torch.autograd.grad(x.sin().exp().sum(), x, create_graph=True)
+        return x + gradient
+
+    def gradient(call):
+        x = torch.linspace(0, 1, 4).to(device).requires_grad_()
+        call(x).sum().backward()
+        return x.grad
+
+    assert torch.equal(gradient(lambda x: checkpoint(function, x, debug=True)), gradient(function))
+    x = torch.linspace(0, 1, 4).to(device).requires_grad_()
+    assert saved_by_line(lambda: function(x).sum().backward()).total > 0

@@ -106,3 +106,53 @@ def test_inference_tensor_that_is_changed_after_the_forward_is_that_of_the_forwa
         return torch.autograd.grad(loss, x)[0]
 
     assert torch.equal(gradient(call), gradient(plain))
+
+
+class Turned(torch.Tensor):
+    """Has another ``sin``. A loss of it runs its backward where subclasses do not see functions."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(torch.Tensor.cos if func is torch.Tensor.sin else func, types, args, kwargs)
+
+
+class Unseeing(torch.Tensor):
+    """Makes plain tensors of all that is done with it, as a ``Parameter`` does."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+class Scale(nn.Module):
+    """Keeps a buffer of a subclass, which its forward changes."""
+
+    def __init__(self, cls, how) -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("scale", torch.rand(4).as_subclass(cls))
+
+    def forward(self, x):
+        seen.append((type(x), type(self.scale)))
+        y = (self.scale.sin() * x.sin() * x).exp()
+        if self.how == "in place":
+            self.scale.add_(1)
+        elif self.how == "another":
+            self.scale = (self.scale + 1).as_subclass(type(self.scale))
+        return y
+
+
+seen: list[tuple[type, type]] = []
+
+
+@CALLS
+@pytest.mark.parametrize("how", ["", "in place", "another"])
+@pytest.mark.parametrize("cls", [Turned, Unseeing])
+def test_a_subclass_that_nobody_holds_any_more_is_one_in_the_replay(call, cls, how):
+    def gradient(call):
+        torch.manual_seed(1)
+        x, module = leaf(4), Scale(cls, how)
+        call(module, (x * 2).as_subclass(cls)).sum().backward()
+        return x.grad
+
+    seen.clear()
+    assert torch.equal(gradient(call), gradient(plain))
+    assert seen == [(cls, cls)] * 3  # two of the region

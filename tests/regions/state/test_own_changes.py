@@ -150,3 +150,38 @@ def test_a_large_buffer_made_in_inference_mode_is_that_of_the_forward():
     with torch.inference_mode():
         module.shift.add_(1)
     assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
+
+
+class OwnNorm(nn.BatchNorm1d):
+    """A norm layer of the user's, whose call is torch's."""
+
+
+class NormLast(nn.Module):
+    """A replay ends inside of the call of the norm layer."""
+
+    def __init__(self, norm) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), norm(4)
+
+    def forward(self, x):
+        return self.norm(self.linear(x))
+
+
+class NormRead(NormLast):
+    """Reads the statistics itself, as torch's ConvBn2d does, which trains quantized weights."""
+
+    def forward(self, x):
+        return super().forward(x * self.norm.running_var.clone())
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, OwnNorm])
+@pytest.mark.parametrize("cls", [NormLast, NormRead])
+def test_statistics_of_a_norm_layer_whose_call_ends_the_replay(call, cls, norm):
+    def steps(call):
+        torch.manual_seed(1)
+        module, xs = cls(norm), [torch.randn(5, 4, requires_grad=True) for _ in range(3)]
+        for x in xs:
+            call(module, x).sin().sum().backward()
+        return [*(x.grad for x in xs), *(p.grad for p in module.parameters()), *module.buffers()]
+
+    assert all(map(torch.equal, steps(call), steps(lambda module, x: module(x))))

@@ -102,8 +102,8 @@ class Call:
                 self._entry = SyncPoint(self.devices)  # when inputs and copies of buffers are ready
             random = self._random_state(module_state) if self._options.preserve_rng_state else []
             ambient.append((settings(), random))
-            if not self.is_alone or module_state is not None:
-                self._look(values)
+            if (not self.is_alone or module_state is not None) and not self._look(values):
+                return function(*args, **kwargs)
             outputs = self._run(function, args, kwargs, pack, unpack)
         finally:
             if is_locked:
@@ -114,12 +114,14 @@ class Call:
             ambient.append((then, drawn_since(random[:shared]) + random[shared:]))
         return outputs
 
-    def _look(self, values: bool) -> None:
+    def _look(self, values: bool) -> bool:
+        """Find the norm layers. False if a lazy module is among what the function reaches otherwise."""
         layers = norm_layers_of(self.function, None if self.module_state is None else self.module_state.layout)
         if layers:
             # Compiled code may save what it makes of the buffers.
             self._looked = norms.look(layers, values or runs_compiled_code(self.function))
             self.means = norms.running_means(self._looked)
+        return layers is not None
 
     def _run(
         self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], pack: Pack, unpack: Unpack
@@ -176,7 +178,7 @@ class Call:
         function = self.function if self._contexts is None else inside(self._take_context(), self.function)
         substitutes = None if self.module_state is None else self.module_state.substitutes(self.function)
         if substitutes is not None:
-            function = inside(substituted(substitutes, self.function), function)
+            function = inside(substituted(substitutes, self.function), inside(norms.calls_end(), function))
         for layer in norms.moved(self._noted.read) if self._noted.read else ():
             if self.module_state is None or not self.module_state.has_statistics_of(layer):
                 path = f"{type(layer).__name__}.running_mean"
@@ -267,13 +269,16 @@ _SAVE_EARLY = frozenset(("rrelu", "rrelu_", "rrelu_with_noise", "rrelu_with_nois
 """Functions that save their noise before their kernel writes it."""
 
 
-def goes_on(tensor: Tensor, frame: FrameType, function: Function) -> bool:
-    """Whether a replay goes on, without Stop, when ``frame`` has saved the last ``tensor``.
+def goes_on(tensor: Tensor, frame: FrameType | None, function: Function) -> bool:
+    """Whether a replay goes on, without Stop, when ``frame`` has saved the last ``tensor``. None: the engine has, in a
+    backward that keeps its graph.
 
     It does if the kernel that writes it is still to run, or if ``function`` only returns from here on: an exception
     that passes through C++ takes as long as ten tiny operations. In the second case ``frame`` is the function's own
     frame, and its next instruction returns.
     """
+    if frame is None:
+        return False
     code = frame.f_code
     if not _SAVE_EARLY.isdisjoint(code.co_names):
         return True

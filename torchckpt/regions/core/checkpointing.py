@@ -21,7 +21,7 @@ from torchckpt.regions.core.nodes import fork, join, recompute
 from torchckpt.regions.core.options import DEFAULT, Options, check_options
 from torchckpt.regions.flags import local
 from torchckpt.regions.private import forward_ad, functorch_is_active, is_exporting, keep_from_dynamo
-from torchckpt.tensors import tensors_of
+from torchckpt.tensors import copy_attributes, tensors_in
 from torchckpt.typing import ContextFunction, DeterminismCheck, Function
 
 __all__ = ["Checkpointing", "checkpoint", "outside", "refuse_transforms", "run"]
@@ -195,9 +195,10 @@ class Checkpointing:
     the function. Make a new object for each forward. It keeps the region's inputs in memory until the replay is done.
 
     It puts ``Checkpoint`` at each input that requires grad and is no leaf: the function gets an alias. It gets the
-    others themselves, and those that it also holds, in its closure, its defaults, a partial or an attribute of its
-    module: there it could tell the alias from the tensor. :meth:`recompute` puts ``Fork``, ``Recompute`` and ``Join``
-    at each output. ``Checkpoint`` and ``Recompute`` come from torchgpipe (Kim et al., 2020).
+    others themselves, and those that it also holds, in a container among its arguments, its closure, its defaults, a
+    partial or an attribute of its module: there it could tell the alias from the tensor. :meth:`recompute` puts
+    ``Fork``, ``Recompute`` and ``Join`` at each output. ``Checkpoint`` and ``Recompute`` come from torchgpipe (Kim et
+    al., 2020).
     """
 
     def __init__(
@@ -289,11 +290,21 @@ class Checkpointing:
 def _passed(
     frame: Frame, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments, with a ``Checkpoint`` of ``frame`` on each input that requires grad and is no leaf."""
-    tensors, put_back = tensors_of((args, kwargs))
+    """The arguments, with a ``Checkpoint`` of ``frame`` on each input that requires grad and is no leaf. A container is
+    given as it is: the function may fill it."""
     held = {id(tensor) for tensor in _held_by(function)}
-    inner = [tensor.requires_grad and not tensor.is_leaf and id(tensor) not in held for tensor in tensors]
-    return put_back([checkpoint_input(frame, t) if is_inner else t for t, is_inner in zip(tensors, inner)])  # type: ignore[no-any-return]
+    aliases: dict[int, Tensor] = {}
+
+    def passed(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.is_leaf or id(value) in held:
+            return value
+        if id(value) not in aliases:
+            aliases[id(value)] = copy_attributes(value, checkpoint_input(frame, value))
+        return aliases[id(value)]
+
+    containers = [value for value in (*args, *kwargs.values()) if not isinstance(value, Tensor)]
+    held.update(map(id, tensors_in(containers)))
+    return tuple(map(passed, args)), {name: passed(value) for name, value in kwargs.items()}
 
 
 def _held_by(function: Any) -> Iterator[Tensor]:

@@ -229,16 +229,17 @@ class Frame:
                     if compiles and not self._values:
                         raise compiled_anew(call.function)
                     if not slots[place].accepts(tensor, self._by_values or compiles):
-                        different.append(Difference(slots[place], tensor, place_of(sys._getframe(1), call.function)))
+                        caller = sys._getframe().f_back
+                        different.append(Difference(slots[place], tensor, place_of(caller, call.function)))
                         return saved
                 fresh.append((saved, saved._version))
-                if place + 1 < total or not stops or goes_on(tensor, sys._getframe(1), call.function):
+                if place + 1 < total or not stops or goes_on(tensor, sys._getframe().f_back, call.function):
                     return saved
                 if self.tail is not None:
                     self.tail()
                     return saved
             elif checked and not stops:
-                different.append(Difference(None, tensor, place_of(sys._getframe(1), call.function)))
+                different.append(Difference(None, tensor, place_of(sys._getframe().f_back, call.function)))
                 return tensor.detach()
             raise Stop
 

@@ -80,7 +80,7 @@ class PlacedSlot(Slot):
 
     def __init__(self, tensor: Tensor, values: bool) -> None:
         super().__init__(tensor, values)
-        self.place = place_of(sys._getframe(2))  # the caller of the hook that makes the slot
+        self.place = place_of(sys._getframe(1).f_back)  # the caller of the hook that makes the slot
         self.operation = self.place.operation
 
 

@@ -19,7 +19,7 @@ from torchckpt.regions.private import (
     set_version,
     storage_key,
 )
-from torchckpt.tensors import copy_attributes
+from torchckpt.tensors import copy_attributes, of_class
 
 __all__ = ["Boundary", "Hooks", "generators_among"]
 
@@ -112,6 +112,7 @@ class Input:
         self._requires_grad = requires_grad = tensor.requires_grad
         self._is_non_leaf = is_non_leaf = requires_grad and not tensor.is_leaf
         self._attributes = tensor.__dict__.copy() if tensor.__dict__ else None
+        self._class = tensor.__class__
         self._unpack: Callable[[Any], Tensor] | None = None
         self._original: weakref.ref[Tensor] | None = None
         """None if ``_kept`` is the tensor itself."""
@@ -164,6 +165,7 @@ class Input:
         return then.keys() == now.keys() and all(now[name] is value for name, value in then.items())
 
     def _twin(self, twin: Tensor) -> Tensor:
+        twin = of_class(self._class, twin)
         if self._requires_grad:
             twin.requires_grad_()
         if self._is_non_leaf:
@@ -208,7 +210,7 @@ def _behind_a_node(leaf: Tensor) -> Tensor:
     set_grad_enabled(True)
     try:
         if leaf.layout == torch.strided and not mutation_is_allowed():
-            return leaf[...]
+            return of_class(leaf.__class__, leaf[...])
         return leaf.expand_as(leaf) if leaf.layout == torch.jagged else leaf.clone()
     finally:
         set_grad_enabled(graded)

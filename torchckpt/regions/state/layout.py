@@ -5,16 +5,17 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, takewhile
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torchckpt.modules import OF_EVERY_MODULE, is_compiled, is_module, module_of, uncompiled
+from torchckpt.modules import OF_EVERY_MODULE, is_compiled, is_module, module_of, names_in, uncompiled
 from torchckpt.regions.private import norm_layer, set_version
 from torchckpt.regions.state.norms import COUNTER, STATISTICS, updates
+from torchckpt.tensors import of_class
 from torchckpt.typing import Function
 
 __all__ = [
@@ -36,10 +37,11 @@ class Copy:
     the buffer is if it is a statistic, and else None.
     """
 
-    __slots__ = ("_buffer", "_count", "_counter", "values", "version")
+    __slots__ = ("_buffer", "_class", "_count", "_counter", "values", "version")
 
     def __init__(self, buffer: Tensor, table: Mapping[str, Tensor | None] | None = None) -> None:
         counter = None if table is None else table.get(COUNTER)
+        self._class = buffer.__class__
         self._buffer, self._counter = weakref.ref(buffer), None if counter is None else weakref.ref(counter)
         self.version, self._count = version_of(buffer), None if counter is None else version_of(counter)
         self.values: Tensor | None = buffer.detach().clone()
@@ -47,7 +49,7 @@ class Copy:
     def clone(self) -> Tensor:
         """A new tensor with the buffer's old values and version, which a replay may change."""
         assert self.values is not None
-        return set_version(self.values.clone(), self.version)
+        return set_version(of_class(self._class, self.values.clone()), self.version)
 
     def is_of(self, buffer: Tensor, table: Mapping[str, Tensor | None] | None = None) -> bool:
         """Whether ``buffer`` has not changed since."""
@@ -81,7 +83,8 @@ class _End:
 class Layout:
     """The layout of ``owners`` and their submodules, as they are now. It holds the owners by weak references only.
 
-    Buffers that torch's norm layers are updating are left out: ``norms.py`` handles them. Scripted modules are left
+    Buffers that torch's norm layers are updating are left out, where their calls alone read them: ``norms.py`` handles
+    them. Scripted modules are left
     out, because their parameters and buffers are not in Python dictionaries.
     """
 
@@ -110,8 +113,10 @@ class Layout:
         inside: list[dict[str, Any]] = [module._modules for module in modules]
         end: dict[str, Any] = {"": _End()}
         self.children = values_of([*inside, end])
+        readers = {*filter(_reads_statistics, {*map(type, modules)})}
+        read = {id(inner) for module in modules if type(module) in readers for inner in module.modules()}
         norms = ((place, m) for place, m in enumerate(modules) if isinstance(m, norm_layer) and _is_of_torch(m))
-        self.norms = {place: weakref.ref(norm) for place, norm in norms}
+        self.norms = {place: weakref.ref(norm) for place, norm in norms if id(norm) not in read}
         others = [buffers for place, buffers in enumerate(self._buffers) if place not in self.norms]
         self.tables: list[dict[str, Any]] = [*inside, end, *self.parameters, end, *others]
         """The tables that each call compares: children, parameters, and the buffers of modules but norm layers."""
@@ -310,6 +315,15 @@ def _names_of(kind: type, module: nn.Module) -> list[str]:
         for name, value in vars(module).items()
         if isinstance(value, kind) or (value is None and may_come and name not in OF_EVERY_MODULE)
     ]
+
+
+def _reads_statistics(cls: type[nn.Module]) -> bool:
+    """Whether code of ``cls`` names running statistics, as where a convolution and a BatchNorm are trained as one."""
+    if issubclass(cls, norm_layer):
+        return False
+    own = (value for base in cls.__mro__ if not issubclass(nn.Module, base) for value in vars(base).values())
+    functions = (value for value in own if type(value) is FunctionType)
+    return any(name in STATISTICS for function in functions for name in names_in(function.__code__))
 
 
 def _is_of_torch(module: nn.Module) -> bool:

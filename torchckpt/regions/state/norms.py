@@ -32,6 +32,7 @@ from torchckpt.regions.private import (
 __all__ = [
     "COUNTER",
     "STATISTICS",
+    "calls_end",
     "is_in_call",
     "is_statistic",
     "lend",
@@ -110,6 +111,18 @@ def take_back(replay: Replay) -> None:
         _unwatch(replay.watched.pop())
     while replay:
         _restore_buffers(replay.pop())
+
+
+@contextmanager
+def calls_end() -> Iterator[None]:
+    """At the end of the block, which is inside of a replay, layers whose call raised have their buffers again: what is
+    around the block may put others there."""
+    try:
+        yield
+    finally:
+        replay = local.thread.flags[2]
+        while replay and replay.watched:
+            _restore_buffers(replay.pop())
 
 
 def note_caller(frame: FrameType) -> bool:

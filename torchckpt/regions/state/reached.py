@@ -12,14 +12,22 @@ import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from torchckpt.modules import contents_of, is_compiled_class, is_compiled_function, is_module, module_of, uncompiled
+from torchckpt.modules import (
+    contents_of,
+    is_compiled_class,
+    is_compiled_function,
+    is_module,
+    module_of,
+    names_in,
+    uncompiled,
+)
 from torchckpt.regions.flags import local
 from torchckpt.regions.private import norm_layer
 from torchckpt.regions.state.layout import Layout, known_of, values_of
@@ -31,16 +39,19 @@ _MOST = 1000
 """The most objects that are looked at, and the most values of one container."""
 
 
-def norm_layers_of(function: Function, layout: Layout | None) -> Collection[nn.Module]:
+def norm_layers_of(function: Function, layout: Layout | None) -> Collection[nn.Module] | None:
     """The norm layers in the modules of ``layout``, the function's own, and in those that it reaches otherwise. There
-    may be others (``norms.note_caller``)."""
+    may be others (``norms.note_caller``). None: one of the latter is lazy, so its first call makes weights."""
     inner: list[nn.Module] = []
     if layout is not None and layout.norms:
         inner = [layer for norm in layout.norms.values() if (layer := norm()) is not None]
     called = function.__self__ if type(function) is MethodType else function
     if issubclass(type(called), nn.Module) or reaches_nothing(function):
         return inner
-    reached = [layer for module in _Walk(function).modules for layer in _tree_of(module).layers()]
+    trees = [_tree_of(module) for module in _Walk(function).modules]
+    if any(tree.is_lazy() for tree in trees):
+        return None
+    reached = [layer for tree in trees for layer in tree.layers()]
     return dict.fromkeys([*inner, *reached]) if inner else reached
 
 
@@ -60,7 +71,7 @@ def reaches_nothing(function: Function) -> bool:
     """Whether ``function`` surely reaches nothing but its arguments. That is true of many, and cheap to find out."""
     if type(function) is not FunctionType or function.__closure__ or function.__defaults__ or function.__kwdefaults__:
         return False
-    return function.__globals__.keys().isdisjoint(_names_in(function.__code__))
+    return function.__globals__.keys().isdisjoint(names_in(function.__code__))
 
 
 # compilations ---------------------------------------------------------------------------------------------------------
@@ -161,7 +172,7 @@ class _Walk:
     def _function(self, function: FunctionType) -> None:
         self.functions.append(function)
         self._next += [*contents_of(function), *function.__dict__.values()]
-        known, names = function.__globals__, _names_in(function.__code__)
+        known, names = function.__globals__, names_in(function.__code__)
         if names and not _is_of_others(known.get("__name__")):
             new = [name for name in names if name not in self._names]
             self._names.update(dict.fromkeys(new))
@@ -198,20 +209,6 @@ def _inside(value: Any, kind: type[Any]) -> Sequence[Any]:
     return gc.get_referents(value)
 
 
-_names: dict[int, tuple[weakref.ref[CodeType], tuple[str, ...]]] = {}
-
-
-def _names_in(code: CodeType) -> tuple[str, ...]:
-    """The names of globals and attributes in ``code``, and in the functions that are defined in it."""
-    known = _names.get(id(code))
-    if known is None:
-        key, forget = id(code), _names.pop
-        inside = chain.from_iterable(_names_in(const) for const in code.co_consts if isinstance(const, CodeType))
-        names = tuple(dict.fromkeys([*code.co_names, *inside]))
-        known = _names[key] = weakref.ref(code, lambda _: forget(key, None)), names
-    return known[1]
-
-
 class _Tree:
     """The modules inside of one module, which is one of them, and the norm layers among them."""
 
@@ -223,11 +220,18 @@ class _Tree:
         self._children = values_of(self._inside)
         self._modules = list(map(weakref.ref, modules))
         self._layers = [weakref.ref(inner) for inner in modules if isinstance(inner, norm_layer)]
+        tables = [table for inner in modules for table in (inner._parameters, inner._buffers) if type(table) is dict]
+        self._lazy = [value for value in values_of(tables) if is_lazy(value)]
         self._has_compiled_class = any(is_compiled_class(type(inner)) for inner in modules)
 
     def is_of(self, module: nn.Module) -> bool:
         """Whether ``module`` is the module of this tree, not a shallow copy, and has the same modules inside."""
         return self._own is module._modules and values_of(self._inside) == self._children
+
+    def is_lazy(self) -> bool:
+        """Whether a parameter or buffer has no shape yet."""
+        self._lazy = [value for value in self._lazy if is_lazy(value)]
+        return bool(self._lazy)
 
     def is_compiled(self) -> bool:
         """Whether one of the modules was compiled, or holds what was: ``module.compile()`` puts a function there."""
