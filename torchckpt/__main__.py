@@ -18,7 +18,7 @@ _DESCRIPTION = "Train within a byte budget; recomputation in a pipeline, on pape
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; its exit code: 0, or 2 where the input is bad."""
+    """Run the command; its exit code: 0, 2 where the input is bad, or 130 where it was interrupted."""
     parser = _parser("torchckpt" if Path(sys.argv[0]).stem == "torchckpt" else "python -m torchckpt")
     of_command, of_script = memory.split(sys.argv[1:] if arguments is None else list(arguments))
     options, others = parser.parse_known_args(of_command, argparse.Namespace(of_script=of_script))
@@ -34,6 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = in_options(line(error), of_model=getattr(options, "target", None) is not None)
         print(f"{parser.prog} {options.command}: error: {text}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        if options.command == "memory":  # the script's, as of python
+            raise
+        print(f"{parser.prog} {options.command}: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.command.lines import refused
 from torchckpt.__main__ import main
-from torchckpt.command import balance
+from torchckpt.command import balance, simulate
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("simulate", "--schedule", "1f1b", "--stages", "2", "--microbatches", "2")
@@ -23,6 +23,16 @@ TORCHS = "0F0,0F1,,,0B0,,0B1\n,1F0,1B0,1F1,1B1,,\n"
 def typed(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = (sys.executable, "-m", "torchckpt", *arguments)
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+def test_an_interrupt_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(simulate, "run", interrupted)
+    assert main(SMALL) == 130
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "python -m torchckpt simulate: interrupted\n")
 
 
 def test_the_table_of_the_readme() -> None:

@@ -61,7 +61,7 @@ def test_every_schedule(capsys):
 
 
 GIVEN = "a host is given without its bytes, or without those of its link; received: "
-WORKS = "; works: --host 200GB --host-link 25GB"
+WORKS = "; works: --host 40 --host-link 0.5"
 BYTES = 'the bytes of a host are not a number of at least 1, or a size such as "200GiB"; received: '
 LINK = 'the link to a host is not a number of bytes a second above 0, or a size such as "25GB"; received: '
 
@@ -80,18 +80,28 @@ LINK = 'the link to a host is not a number of bytes a second above 0, or a size 
         ("--host 40 --host-link -1", f"{LINK}--host 40 --host-link -1{WORKS}"),
         ("--host 40 --host-link 1,0", f"{LINK}--host 40 --host-link 1,0{WORKS}"),
         ("--host 40 --host-link 1,1,1", "the link to a host has two directions; received: --host 40 --host-link 1,1,1; "
-         "works: --host-link 25GB,20GB"),
+         "works: --host-link 0.5,0.25"),
         ("--host 40GB --host-link 1", "the memory of the host is in bytes, and --saved is not; received: --host 40GB "
          "and --saved 1; works: --saved 34e6 --boundary 2e6 --host 40GB"),
         ("--host 40 --host-link 1GB", "the link to the host is in bytes, and --saved is not; received: --host-link 1GB "
          "and --saved 1; works: --saved 34e6 --boundary 2e6 --host-link 1GB"),
         ("--host 40,40 --host-link 1", "the bytes of a host are neither one for every rank nor a list of 4; received: "
-         "2 amounts; works: --host 200GiB, or a list with one for each rank"),
+         "2 amounts; works: --host 40.0, or a list with one for each rank"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line(capsys, arguments, message):
     line = refused(capsys, *SMALL, "--budget", "30%", *arguments.split())
     assert line.startswith(f"python -m torchckpt plan: error: {message}") or message in line
+
+
+def test_what_works_is_in_the_unit_that_is_used(capsys):
+    printed(capsys, *SMALL, "--budget", "30%", *WORKS.removeprefix("; works: ").split())
+    in_bytes = (*SMALL, "--saved", "34e6", "--boundary", "2e6", "--budget", "30%")
+    line = refused(capsys, *in_bytes, "--host", "0", "--host-link", "1")
+    assert line.endswith("; works: --host 200GB --host-link 25GB")
+    printed(capsys, *in_bytes, "--host", "200GB", "--host-link", "25GB")
+    assert refused(capsys, *SMALL, "--budget", "0").endswith("; works: --budget 50%, --budget 16.5")
+    assert refused(capsys, *in_bytes[:-2], "--budget", "0").endswith("--budget 60GB, --budget 50%, --budget 6e10")
 
 
 def test_a_host_does_not_make_up_for_every_budget(capsys):

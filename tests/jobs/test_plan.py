@@ -77,6 +77,10 @@ def test_the_error_names_the_part_and_the_nearest_layout_that_fits():
     assert plan_job(job(replace(small, recompute="full"))).peak_bytes < 80e9
     with pytest.raises(BudgetInfeasible, match=r"most of them optimizer.*\n.*\n.*gpus=128, pp=16, dp=1"):
         plan_job(job(model="llama3-405b"))
+    replicas = replace(FLAGSHIP, gpus=8, tp=1, pp=1, dp=8)
+    with pytest.raises(BudgetInfeasible, match=r"most of them gradients.*\n.*\n.*gpus=32, tp=8, pp=4, dp=1"):
+        plan_job(job(replicas))
+    assert plan_job(job(replace(replicas, gpus=32, tp=8, pp=4, dp=1))).peak_bytes < 80e9
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from torchckpt.command.shared import (
 )
 from torchckpt.command.target import CONTRACT
 from torchckpt.errors import ArgumentError
-from torchckpt.planning.budget import DeviceMemory, read
+from torchckpt.planning.budget import WORKS, DeviceMemory, read
 from torchckpt.planning.device import device_named, left_to_tensors
 from torchckpt.planning.draw.units import units_of_bytes
 from torchckpt.planning.order.schedule import Schedule
@@ -118,13 +118,18 @@ def run(options: argparse.Namespace) -> None:
     latency, balance = options.link or 0.0, bool(options.balance)
     link = latency if costs is None else replace(costs.link, latency_seconds=latency)
     compared = None
-    if schedule is None:
-        ranks = options.ranks or len(stages)
-        more: dict[str, Any] = {"ranks": ranks, "balance": balance, "host": host}
-        compared = plan_every(stages, options.microbatches, budget, link, **more)
-        plan = compared.best
-    else:
-        plan = plan_pipeline(schedule, stages, budget, link, balance=balance, host=host)
+    more: dict[str, Any] = {"balance": balance, "host": host}
+    try:
+        if schedule is None:
+            ranks = options.ranks or len(stages)
+            compared = plan_every(stages, options.microbatches, budget, link, ranks=ranks, **more)
+            plan = compared.best
+        else:
+            plan = plan_pipeline(schedule, stages, budget, link, **more)
+    except ArgumentError as error:
+        if _is_in_bytes(options):
+            raise
+        raise ArgumentError(str(error).replace(WORKS, 'budget="50%", budget=16.5')) from error
     if options.svg is not None:
         write(options.svg, plan.draw())
     over = _over_device(plan, options)
@@ -289,7 +294,8 @@ def _budget(options: argparse.Namespace) -> str | float | list[str | float]:
 
 def _host(options: argparse.Namespace) -> Host | None:
     """The host; None if there is none. Numbers are as those of the budget."""
-    names, works = ("host", "host_link", "host_half_duplex"), "works: --host 200GB --host-link 25GB"
+    room, rate, other = ("200GB", "25GB", "20GB") if _is_in_bytes(options) else ("40", "0.5", "0.25")
+    names, works = ("host", "host_link", "host_half_duplex"), f"works: --host {room} --host-link {rate}"
     given = [f"--{name.replace('_', '-')} {getattr(options, name)}".removesuffix(" True") for name in names
              if getattr(options, name)]
     received = f"received: {' '.join(given)}"
@@ -300,12 +306,18 @@ def _host(options: argparse.Namespace) -> Host | None:
     sizes = [_amount_of(part, options, "host") for part in options.host.split(",")]
     out, *back = [_amount_of(part, options, "host-link") for part in options.host_link.split(",")]
     if len(back) > 1:
-        raise Unusable(f"the link to a host has two directions; {received}; works: --host-link 25GB,20GB")
+        raise Unusable(f"the link to a host has two directions; {received}; works: --host-link {rate},{other}")
     try:
         host = Host(sizes if len(sizes) > 1 else sizes[0], out, half_duplex=options.host_half_duplex)
         return replace(host, back=back[0]) if back else host
     except ArgumentError as error:
         raise Unusable(f"{line(error).partition('; received: ')[0]}; {received}; {works}") from None
+
+
+def _is_in_bytes(options: argparse.Namespace) -> bool:
+    """Whether budgets are in bytes: those of a model are, and of numbers those that are as large."""
+    is_model = options.target is not None or options.model is not None
+    return is_model or min(options.saved or _DEFAULTS["saved"]) >= _LEAST_SAVED
 
 
 def _amount_of(text: str, options: argparse.Namespace, name: str = "budget") -> str | float:

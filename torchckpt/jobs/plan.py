@@ -291,12 +291,14 @@ def _refuse(job: Job, device_bytes: float) -> NoReturn:
 
 
 _NAMES = ("gpus", "tp", "pp", "dp", "micro_batch", "recompute", "state")
+_MOST_CHANGES = 8
+"""From a replica on each GPU to what fits: a tenth of a second."""
 
 
 def _near(job: Job, device_bytes: float) -> Iterator[Layout]:
-    """Layouts that fit: first those that change one thing, then two, three, and last more GPUs."""
+    """Layouts that fit: first those that change one thing, then two, and so on."""
     layouts = [job.layout]
-    for _ in range(4):
+    for _ in range(_MOST_CHANGES):
         layouts = list(dict.fromkeys(new for old in layouts for new in _changed(old)))
         for layout in layouts:
             other = replace(job, layout=layout)

@@ -9,8 +9,10 @@ import pytest
 from tests.planning.plan.published import AWAY, CASES
 from tests.planning.plan.random_pipelines import random_pipeline
 from tests.planning.plan.recount_moves import recount
-from torchckpt.planning import Block, Host, Stage, one_f_one_b
+from torchckpt.planning import Block, Host, Stage, fixed, one_f_one_b, zbv
 from torchckpt.planning.plan import plan_pipeline
+from torchckpt.planning.plan.away import Simulator, _away
+from torchckpt.planning.plan.away.rank import Gene, Habits
 from torchckpt.planning.plan.problem import problem_of
 
 
@@ -77,3 +79,28 @@ def test_a_host_without_room_changes_nothing():
     plan = checked(plan_pipeline(one_f_one_b(2, 3), stages, "50%", host=Host(1, out=1.0)))
     assert not plan.moves
     assert (plan.step_seconds, plan.choices) == (alone.step_seconds, alone.choices)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_is_chosen_a_rank_keeps_to_its_budget(seed):
+    """Also where it waits for a copy out at the boundary at which it takes memory for several copies back."""
+    random = Random(seed)
+    after = fixed(1.0, 1.0, 1.0, random.choice((0.0, 2.0)))
+    stage = Stage((Block(boundary_bytes=0.06),) * random.choice((2, 3)), after=after)
+    schedule = random.choice((one_f_one_b, zbv))(random.choice((1, 2, 3)), 6)
+    host = Host(1000, random.choice((0.5, 1.0)), random.choice((0.5, 1.0)))
+    problem = problem_of(schedule, stage, random.choice(("30%", "50%")), 0.0, host)
+    simulator = Simulator(problem, host)
+    times = simulator.times(simulator.play(simulator.ideal(0)))
+    for _ in range(10):
+        genes = []
+        for lane, of_rank in zip(problem.lanes, times):
+            away = [random.randint(0, len(stage.blocks)) for _ in lane.visits]
+            dropped = [random.randint(0, len(stage.blocks) - blocks) for blocks in away]
+            habits = Habits(random.choice((0.0, 8.0)), math.inf, pending=random.choice((-1, 0, 9)))
+            genes.append(Gene(away, dropped, habits, of_rank, times[0].starts[-1]))
+        if played := simulator.play(genes):
+            schedule, choices, moves = _away(problem, played.ranks)
+            step = problem.step(choices, schedule, moves)
+            for peak, budget in zip(step.peak_bytes, problem.budget_bytes):
+                assert peak <= budget * (1 + 1e-9)

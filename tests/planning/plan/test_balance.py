@@ -6,7 +6,7 @@ import pytest
 from tests.planning.plan.published import CASES, FIGURES, gpt
 from tests.planning.plan.recount import recount
 from torchckpt.errors import ArgumentError, BudgetInfeasible
-from torchckpt.planning import Stage, fixed
+from torchckpt.planning import Stage, fixed, one_f_one_b
 from torchckpt.planning.plan import plan_pipeline
 from torchckpt.planning.plan.every import plan_every
 
@@ -33,6 +33,17 @@ def test_moves_do_not_hide_a_budget_that_is_too_small():
     schedule, stages, _ = CASES["A"]
     with pytest.raises(BudgetInfeasible):
         plan_pipeline(schedule, stages, "0.1B", balance=True)
+
+
+def test_the_picture_has_the_step_that_was_asked_beside_the_planned_one():
+    plan = plan_pipeline(one_f_one_b(4, 8), gpt(9, 7, 5, 3), "40%", balance=True)
+    given = plan.asked.keep_all
+    share = 100 * plan.overhead(plan.step_seconds)
+    assert share < -5
+    picture = plan.draw()
+    assert f"in place of {max(given.peak_bytes):.3g}, for {-share:.1f} % less time" in picture
+    assert f">step {given.seconds:.3g}, " in picture
+    assert f">step {plan.step_seconds:.3g} ({share:.1f} %), " in picture
 
 
 def test_every_schedule():

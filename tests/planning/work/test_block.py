@@ -52,6 +52,7 @@ def test_blocks_are_a_tuple():
         ([Stage((Block(recompute_seconds=nan),))] * 2, "not a finite number >= 0\n  received: .*recompute_seconds=nan"),
         ([Stage((Block(saved_bytes=-1.0),))] * 2, "saved_bytes=-1.0"),
         ([Stage((Block(saved_bytes=inf),))] * 2, "saved_bytes=inf"),
+        ([Stage((Block(saved_bytes=10**400),))] * 2, "saved_bytes=1000"),
         ([Stage((Block(forward_seconds=True),))] * 2, "forward_seconds=True"),
         ([Stage((Block(boundary_bytes=2.0),))] * 2, "a block saves less than its boundary"),
         ([Stage((Block(input_grad_seconds=0.0, weight_grad_seconds=0.0),))] * 2, "backward of a block takes no time"),

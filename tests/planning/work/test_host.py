@@ -69,7 +69,7 @@ def test_a_list_has_one_for_each_rank(plan):
     assert str(caught.value) == (
         f"{plan.__name__}(): the bytes of a host are neither one for every rank nor a list of 2\n"
         "  received: 3 amounts\n"
-        '  works:    bytes="200GiB", or a list with one for each rank'
+        "  works:    bytes=1, or a list with one for each rank"
     )
 
 

@@ -109,10 +109,12 @@ class PipelinePlan(PlanFigures, Drawn):
         return f"{share if abs(share) >= 0.05 else 0.0:+.1f} %" if math.isfinite(share) else "does not fit"
 
     def _svg(self) -> str:
-        """The step that keeps all and the planned step: the actions of each rank, and its memory under its budget."""
-        before, after, units = self.problem.keep_all.timeline, self.timeline, replace(self.units, digits=3)
+        """The step of what was asked that keeps all, and the planned step: the actions of each rank, and its memory
+        under its budget."""
+        before, after = (self.asked or self.problem).keep_all.timeline, self.timeline
+        units, share = replace(self.units, digits=3), self.overhead(self.step_seconds) * 100
         least, most = (units.of_memory(max(step.peak_bytes)) for step in (after, before))
-        change = f"for {self.overhead(self.step_seconds) * 100:.1f} % more time"
+        change = f"for {abs(share):.1f} % {'less' if share <= -0.05 else 'more'} time"
         counts = f"{self.schedule.stages} stages, {self.schedule.micro_batches} micro-batches"
         title, lines = "Everything fits, so nothing is recomputed", []
         if self.recomputed_share or self.moves:

@@ -6,6 +6,7 @@ kept is ``saved_bytes``, what it holds if it is recomputed is ``boundary_bytes``
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -284,9 +285,13 @@ def _no_amount(where: str, name: str, value: object) -> Fault:
     return Fault("seconds or bytes are not a finite number >= 0", f"{where}.{name}={value!r}", f"{name}=1.0")
 
 
+_LARGEST = sys.float_info.max
+
+
 def is_amount(value: object) -> bool:
     return is_number(value) and 0 <= value < math.inf
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Whether it is a number; an integer above all floats is none."""
+    return isinstance(value, float) or (type(value) is not bool and isinstance(value, int) and abs(value) <= _LARGEST)

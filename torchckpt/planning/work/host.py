@@ -77,7 +77,8 @@ class Host:
         each = self.bytes if isinstance(self.bytes, tuple) else (self.bytes,) * ranks
         if len(each) != ranks:
             rule = f"the bytes of a host are neither one for every rank nor a list of {ranks}"
-            raise_fault(Fault(rule, f"{len(each)} amounts", 'bytes="200GiB", or a list with one for each rank'))
+            works = f"bytes={each[0] if each else 1e9!r}, or a list with one for each rank"
+            raise_fault(Fault(rule, f"{len(each)} amounts", works))
         return tuple(_size(amount) or 0.0 for amount in each)
 
 

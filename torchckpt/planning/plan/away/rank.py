@@ -149,16 +149,17 @@ class Rank:
         due, needs = self.message, work.late_needs(away, late - away, split)
         for block in range(work.blocks, -1, -1):
             seconds = work.inputs[block] if split else work.whole[block]
-            need, frees, awaited = 0.0, 0.0 if split else work.saved[block], 0.0
+            need, frees, awaited, freed = 0.0, 0.0 if split else work.saved[block], 0.0, 0.0
             if block < away:
                 if (visit, block) not in back:
-                    self._fetch(visit, block)
+                    freed = self._fetch(visit, block)
                 awaited = back[visit, block]
             elif block < late:
                 need, seconds = work.freed[block], seconds + work.replay[block]
             end = max(due, awaited) + seconds
             if self.free[1] < end >= self.quiet:
-                self._issue(block, needs[block], end, due)
+                self._issue(block, needs[block] - freed, end, due)
+            self.bytes -= freed
             while leaving and leaving[0][0] <= due:
                 self._release(block)
             room = need
@@ -254,17 +255,20 @@ class Rank:
                 raise Unfit
         return need
 
-    def _fetch(self, visit: int, block: int) -> None:
-        """Bring back the block whose backward is next. What is released here is free only after its memory is taken."""
+    def _fetch(self, visit: int, block: int) -> float:
+        """Bring back the block whose backward is next. Returns the bytes that are released here. They still count, as
+        they are free only after all memory is taken that is issued here."""
         freed, until = 0.0, self.gone[visit, block]
         while self.leaving and self.leaving[0][0] <= until:
             self.clock = max(self.clock, self.leaving[0][0])
             freed += self.leaving[0][1]
             self._release(block)
-        while self.bytes + freed + self.works[visit].moved[block] > self.budget:
+        self.bytes += freed
+        while self.bytes + self.works[visit].moved[block] > self.budget:
             if not self._drop(block):
                 raise Unfit
         self._take(visit, block, block)
+        return freed
 
     def _drop(self, at: int, place: int = _NOW) -> bool:
         """Drop a kept block of what is used last, to have room before piece ``at``, or at a later place."""
