@@ -77,10 +77,10 @@ class Pipe(nn.Module):
             rows, or ``"sum"``. Default: a scalar output is an error.
         split_nested: count the layers of Sequentials inside the Sequential as layers, so that stages may end there.
         budget: bytes that a step may take on each device above what is there before it: a number, a size such as
-            ``"60GiB"``, or a share such as ``"50%"`` of what the device that takes most takes if everything is kept; or
-            a list with one for each device. On the CPU each stage counts as a device. The first step recomputes
-            everything and is counted. When the second begins, the plan is made that is followed from then on; so for
-            each shape of the inputs, and for :meth:`step` and ``loss.backward()`` apart. Default: None, no plan.
+            ``"60GiB"``, or a share such as ``"50%"`` of what the device that takes most takes in the largest known step
+            if everything is kept; or a list with one for each device. On the CPU each stage counts as a device. The
+            first step recomputes everything and is counted. When the second begins, the plan is made that is followed
+            from then on; so for each shape of the inputs, and for :meth:`step` and ``loss.backward()`` apart.
         deferred_batch_norm: update the running statistics of BatchNorm once per mini-batch. Converts the layers by
             :class:`~torchckpt.pipe.DeferredBatchNorm`.
         preserve_rng_state, generators, determinism_check, context_fn, early_stop: as in :func:`torchckpt.checkpoint`,

@@ -56,6 +56,18 @@ def test_a_step_is_that_of_the_pipe_without_a_budget(name, way):
     assert pipe.plan.recomputed_share > 0
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("rows", [(64, 64, 8, 8, 64, 8), (8, 8, 64, 8, 64, 8)])
+def test_a_share_is_one_of_the_largest_step_that_is_known(rows, way):
+    _, pipe = pair("wide", "90%")
+    budgets = []
+    for at, count in enumerate(rows):
+        step(pipe, torch.randn(count, SIZE), way)
+        budgets += [pipe.plan.whole_step.budget_bytes] if at > 3 else []
+    assert budgets[0] == budgets[1]
+    assert pipe.plan.recomputed_share == 0  # the small one keeps all
+
+
 SHARES = [("50%", 2), ("35%", 8), ("80%", 4), ("90%", 3), ("100%", 4)]
 
 

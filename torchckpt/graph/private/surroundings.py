@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from torchckpt.errors import CheckpointError
+from torchckpt.graph.private.layouts import eager_layouts
 
 __all__ = [
     "as_in_eager", "backward_without_autocast", "cast_once_in", "casting_once", "compiling", "eager_kernels",
@@ -27,7 +28,7 @@ def as_in_eager(trace: Callable[[], T]) -> T:
     in a function made by ``torch.compile``, the second trace uses the original function. An error of the function
     itself is raised as it is: a second trace could hide it.
     """
-    with eager_kernels(), backward_without_autocast():
+    with eager_kernels(), eager_layouts(), backward_without_autocast():
         try:
             return trace()
         except Exception as error:

@@ -20,14 +20,15 @@ from torchckpt.planning import Action, Choice, Kind, Link, Schedule, arrival, wi
 from torchckpt.planning.budget import Bytes
 from torchckpt.planning.plan import PipelinePlan
 from torchckpt.planning.plan.figures import WholeStep
-from torchckpt.planning.plan.run.extra_memory import MeasuredStep, beside_of
+from torchckpt.planning.plan.run.extra_memory import MeasuredStep, beside_of, peak_bytes
 from torchckpt.planning.plan.run.fit_measured import Fitted, fitted, peaks_of
 from torchckpt.planning.plan.run.repair import repaired
 from torchckpt.planning.step.measured import measured_step
 from torchckpt.planning.step.memory import Level
 from torchckpt.planning.step.simulated import Step
+from torchckpt.planning.work.block import Stage as Work
 
-__all__ = ["blocks_of", "fit", "graph_order", "parts_of", "placement_of", "step_order"]
+__all__ = ["blocks_of", "fit", "graph_order", "parts_of", "placement_of", "step_order", "whole_bytes"]
 
 
 def placement_of(stages: Sequence[Stage]) -> tuple[int, ...]:
@@ -67,20 +68,32 @@ def fit(order: Schedule, counted: Counted, budget: Bytes, lookahead: int | None)
     Raises:
         BudgetInfeasible: the budget is below what a step takes that recomputes everything.
     """
-    paper = Step(order, counted.blocks, (Link(),) * (len(counted.blocks) - 1), arrival(order))
-    step = measured_step(order, (), None, counted.blocks, [counted.spans(paper.program.actions)])
-    levels: dict[Action, Level] = {}
-    for rank, measured in enumerate(counted.levels):
-        levels |= measured or dict(zip(order.ranks[rank], step.levels(rank)))
-    took = MeasuredStep(order, paper.choices, levels)
-    # One thread launches all, so what passes between two actions is no message.
+    took, stages, links = _took(order, counted)
     try:
-        best = fitted(order, step.stages, paper.links, budget, [took])
+        best = fitted(order, stages, links, budget, [took])
     except BudgetInfeasible as error:
         error.caller = "Pipe"
         raise
     best = best if lookahead is None else _in_graph(best, took, lookahead)
     return replace(best, plan=replace(best.plan, whole_step=WholeStep(best.budget_bytes, best.peak_bytes)))
+
+
+def whole_bytes(order: Schedule, counted: Counted) -> float:
+    """What the device that takes most takes in a step that keeps everything."""
+    took, stages, links = _took(order, counted)
+    kept, beside = Step(order, stages, links), beside_of([took], stages)
+    return max(peak_bytes(kept, rank, beside) for rank in range(len(order.ranks)))
+
+
+def _took(order: Schedule, counted: Counted) -> tuple[MeasuredStep, tuple[Work, ...], tuple[Link, ...]]:
+    """The step that was counted, and its stages and links for a planner."""
+    # One thread launches all, so what passes between two actions is no message.
+    paper = Step(order, counted.blocks, (Link(),) * (len(counted.blocks) - 1), arrival(order))
+    step = measured_step(order, (), None, counted.blocks, [counted.spans(paper.program.actions)])
+    levels: dict[Action, Level] = {}
+    for rank, measured in enumerate(counted.levels):
+        levels |= measured or dict(zip(order.ranks[rank], step.levels(rank)))
+    return MeasuredStep(order, paper.choices, levels), step.stages, paper.links
 
 
 def _in_graph(best: Fitted, took: MeasuredStep, lookahead: int) -> Fitted:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import gt
 from typing import Any
 
 import torch
@@ -21,10 +22,10 @@ from torch.utils import _pytree as pytree
 
 from torchckpt.errors import BudgetInfeasible, CheckpointError
 from torchckpt.measuring.live import Watch
-from torchckpt.measuring.remembered import LESS, SHOWN, Discarded, Followed, Remembered
+from torchckpt.measuring.remembered import LESS, NEAR, SHOWN, Discarded, Followed, Remembered
 from torchckpt.measuring.shapes import ModelSettings, shapes_of
 from torchckpt.pipe.budget.count import Count, Counted
-from torchckpt.pipe.budget.plan import fit, graph_order, parts_of, placement_of, step_order
+from torchckpt.pipe.budget.plan import fit, graph_order, parts_of, placement_of, step_order, whole_bytes
 from torchckpt.pipe.microbatch import MicroBatch
 from torchckpt.pipe.partition import ChangedInputs, Stage
 from torchckpt.pipe.run.step import Order, with_replays
@@ -50,23 +51,36 @@ _NOT_COUNTED = (
 )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Known(Followed[Fitted]):
     """What is known of a step, by its shapes."""
 
+    order: Schedule
+    """Its order, without recomputes."""
     counted: Counted | None = None
     tries: int = 0
     """How many backwards one after the other were no whole step."""
     shown: tuple[Fitted, Counted] | None = None
     """The last plan of which a step was counted, and that step."""
     discarded: Discarded = field(default_factory=Discarded)
+    _whole: tuple[Counted | None, float] | None = None
 
-    def begins(self, budget: Bytes, order: Schedule, lookahead: int | None) -> bool:
-        """Make the plan if there is none. Returns whether the step is counted."""
+    @property
+    def whole_bytes(self) -> float:
+        """What the device that takes most takes if everything is kept; 0 if that is not known."""
+        if self._whole is None or self._whole[0] is not self.counted:
+            self._whole = self.counted, 0.0 if self.counted is None else whole_bytes(self.order, self.counted)
+        return self._whole[1]
+
+    def begins(self, limits: Sequence[float], lookahead: int | None) -> bool:
+        """Make the plan if there is none for as much as these bytes of each rank. Returns whether the step is
+        counted."""
         if self.counted is None:
             return True
+        if self.plan is not None and any(map(gt, limits, (NEAR * limit for limit in self.plan.budget_bytes))):
+            self.plan = None
         if self.plan is None:
-            self.follow(_fitted(self.counted, budget, self.share, order, lookahead))
+            self.follow(_fitted(self.counted, limits, self.share, self.order, lookahead))
         self.steps += 1
         is_shown = self.shown is not None and self.shown[0] is self.plan
         return not is_shown and self.steps >= SHOWN
@@ -170,9 +184,9 @@ class Within:
             return Following(order, in_graph, blocks, plan, count, options)
         self._ooms = _ooms_of(stages) if in_graph else None
         key = lookahead, shapes_of(batches), self._now(pipe, stages)
-        known = self._followed = self._known.setdefault(key, _Known())
+        known = self._followed = self._known.setdefault(key, _Known(order=order.schedule))
         self._known.move_to_end(key)
-        is_counted = known.begins(self.budget, order.schedule, lookahead)
+        is_counted = known.begins(self._limits(len(order.schedule.ranks), lookahead), lookahead)
         if known.plan is not None:
             plan = known.plan.plan
             order = Order(plan.schedule, with_replays(order.launched, plan.schedule))
@@ -182,6 +196,11 @@ class Within:
             given = self._watch, order.schedule, stages, list(batches), plan is None, in_graph
             count = self._count = Count(*given, known.learn)
         return Following(order, in_graph, blocks, plan, count, options)
+
+    def _limits(self, ranks: int, lookahead: int | None) -> tuple[float, ...]:
+        """The bytes of each rank. A share is one of the largest step that is known of those with this ``lookahead``."""
+        alike = (known for (of, *_), known in self._known.items() if of == lookahead)
+        return bytes_per_rank(self.budget, ranks, max((known.whole_bytes for known in alike), default=0.0))
 
     def _look_back(self, stages: Sequence[Stage]) -> None:
         """If the step of a graph has failed as a device was out of memory, have its next plan take less."""
@@ -278,8 +297,8 @@ def _ooms_of(stages: Sequence[Stage]) -> int:
     return sum(map(ooms_of, {stage.device for stage in stages}))
 
 
-def _fitted(counted: Counted, budget: Bytes, share: float, order: Schedule, lookahead: int | None) -> Fitted:
-    whole = fit(order, counted, budget, lookahead)
+def _fitted(counted: Counted, limits: Sequence[float], share: float, order: Schedule, lookahead: int | None) -> Fitted:
+    whole = fit(order, counted, limits, lookahead)
     if share == 1.0:
         return whole
     less = [limit * share for limit in whole.budget_bytes]
