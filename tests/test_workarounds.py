@@ -114,6 +114,17 @@ def a_traced_dropout_rounds_its_scale_otherwise():
     assert not torch.equal(*masked)
 
 
+def fake_batch_norm_lies_as_its_input_does():
+    """torch/_decomp/decompositions.py."""
+
+    def norm(x):
+        return torch.native_batch_norm(x.transpose(1, 2), None, None, None, None, True, 0.1, 1e-5)[0].stride()
+
+    with FakeTensorMode():
+        fake = norm(torch.randn(2, 3, 4))
+    assert fake != norm(torch.randn(2, 3, 4))
+
+
 def torch_compiler_imports_dynamo_to_disable_it():
     program = "import sys, torch; torch.compiler.disable(lambda: 0); print('torch._dynamo' in sys.modules)"
     assert run("-c", program).stdout == "True\n"
@@ -204,6 +215,7 @@ WORKAROUNDS = {
     "torchckpt.costs.private.mesh:without_values": a_node_of_cpus_has_one_device,
     "torchckpt.costs.private:unallocated": a_module_without_memory_cannot_be_converted,
     "torchckpt.graph.private.dynamo:_random_operations_kept": a_random_operation_without_readers_is_dropped,
+    "torchckpt.graph.private.layouts:eager_layouts": fake_batch_norm_lies_as_its_input_does,
     "torchckpt.graph.private.surroundings:casting_once": a_trace_casts_a_weight_at_each_use,
     "torchckpt.graph.private.surroundings:eager_kernels": a_trace_decomposes_what_eager_runs_as_one_kernel,
     "torchckpt.graph.private.trace:retainable": a_traced_backward_cannot_retain_its_graph,

@@ -36,7 +36,7 @@ READS = {
 @pytest.mark.parametrize("norm", [None, nn.BatchNorm1d(16), nn.BatchNorm1d(16).eval()])
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_a_batch_norm_of_a_transposed_input_is_that_of_eager(read, norm):
-    model = Normed(read, norm)
+    model = Normed(read, copy.deepcopy(norm))
     traced, x = copy.deepcopy(model), torch.randn(8, 12, 16)
     step = graph.rematerialize(traced, x)
     found = []

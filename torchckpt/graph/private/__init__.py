@@ -4,6 +4,7 @@
     dynamo            graphs of ``torch.compile``, run by operator or compiled by Inductor
     witness           tensors that outlive a trace; random numbers that it would freeze
     surroundings      settings of torch during a trace
+    layouts           how results lie in memory where fake tensors say otherwise
     runtime           operators and storages, and what really runs during a trace
 
 What gets around something in torch says in which file of torch that is, and what ends it. Where that can be tested,

@@ -5,11 +5,10 @@ that layout is another one when the trace runs, the view is an error, and random
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -26,12 +25,14 @@ def eager_layouts() -> Iterator[None]:
     """
     from torch._decomp import decomposition_table
 
-    known = {operator: place for operator, place in _batch_norms().items() if operator in decomposition_table}
+    places = {operator: place for operator, place in _batch_norms().items() if operator in decomposition_table}
+    known = {operator: decomposition_table[operator] for operator in places}
     _forget(known)
+    decomposition_table.update({operator: _laid_out(known[operator], place) for operator, place in places.items()})
     try:
-        with patch.dict(decomposition_table, {of: _laid_out(decomposition_table[of], at) for of, at in known.items()}):
-            yield
+        yield
     finally:
+        decomposition_table.update(known)
         _forget(known)
 
 
@@ -48,7 +49,7 @@ def _batch_norms() -> dict[Any, int]:
     return {**dict.fromkeys(forwards, 0), aten.native_batch_norm_backward.default: 1}
 
 
-def _forget(operators: dict[Any, int]) -> None:
+def _forget(operators: Container[Any]) -> None:
     """Drop what fake tensors remember of these."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
