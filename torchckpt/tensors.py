@@ -10,8 +10,8 @@ from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
 __all__ = [
-    "PutBack", "copy_attributes", "flop_formula", "gradient_bytes", "hides_tensors", "inner_tensors", "node_name",
-    "nodes_behind", "of_class", "tensors_in", "tensors_of", "tensors_of_pair",
+    "PutBack", "copy_attributes", "detached", "flop_formula", "gradient_bytes", "hides_tensors", "inner_tensors",
+    "node_name", "nodes_behind", "of_class", "tensors_in", "tensors_of", "tensors_of_pair",
 ]
 
 PutBack: TypeAlias = Callable[[Sequence[Tensor]], Any]
@@ -86,10 +86,20 @@ def copy_attributes(source: Tensor, target: Tensor) -> Tensor:
 
 def of_class(cls: type[Tensor], tensor: Tensor) -> Tensor:
     """``tensor`` as a ``cls``. Where subclasses do not see functions, as in the backward of a loss of one, what is made
-    of one is a plain tensor. A subclass that sees operators, such as a DTensor, makes its own."""
-    if type(tensor) is cls or cls.__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return tensor
-    return tensor.as_subclass(cls)
+    of one is a plain tensor. A subclass that sees operators, such as a DTensor, makes its own, and what is made of a
+    parameter is none."""
+    return tensor if type(tensor) is cls or not _is_kept(cls) else tensor.as_subclass(cls)
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """``tensor`` without its graph, of its class (:func:`of_class`), and no view: an autograd Function that returns a
+    view forbids operations in place on it. (``_make_subclass``: as of a parameter; no public form.)"""
+    cls = tensor.__class__
+    return tensor._make_subclass(cls, tensor) if cls is not Tensor and _is_kept(cls) else tensor.detach()
+
+
+def _is_kept(cls: type[Tensor]) -> bool:
+    return cls.__torch_dispatch__ is Tensor.__torch_dispatch__ and not issubclass(cls, nn.Parameter)
 
 
 def hides_tensors(leaf: object, depth: int = 3) -> bool:

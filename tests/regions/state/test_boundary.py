@@ -156,3 +156,38 @@ def test_a_subclass_that_nobody_holds_any_more_is_one_in_the_replay(call, cls, h
     seen.clear()
     assert torch.equal(gradient(call), gradient(plain))
     assert seen == [(cls, cls)] * 3  # two of the region
+
+
+@pytest.mark.parametrize("cls", [Turned, Unseeing])
+def test_an_output_of_a_subclass_may_be_changed_in_place(cls):
+    """Autograd forbids that where an autograd Function returns a view."""
+
+    def gradient(call):
+        torch.manual_seed(1)
+        x = leaf(4)
+        y = call(lambda hidden: hidden.cos().as_subclass(cls), x * 2)
+        assert type(y) is cls
+        return torch.autograd.grad(y.mul_(2).sum().as_subclass(torch.Tensor), x)[0]
+
+    assert torch.equal(gradient(by_hand), gradient(plain))
+
+
+def test_a_parameter_that_a_region_returns_is_a_tensor_behind_it():
+    weight = nn.Parameter(torch.rand(4))
+    y, same = by_hand(lambda x: (x.sin() * weight, weight), leaf(4) * 2)
+    assert type(same) is torch.Tensor
+    assert y.grad_fn is not None
+
+
+@CALLS
+@pytest.mark.parametrize("cls", [Turned, Unseeing])
+def test_an_inference_tensor_of_a_subclass_is_one_in_the_replay(call, cls):
+    def function(x, given):
+        seen.append((type(x), type(given)))
+        return (given.clone().as_subclass(torch.Tensor) * x).sin()
+
+    seen.clear()
+    with torch.inference_mode():
+        given = torch.rand(4).as_subclass(cls)
+    call(function, leaf(4), given).sum().backward()
+    assert seen == [(torch.Tensor, cls)] * 2

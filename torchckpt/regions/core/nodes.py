@@ -16,7 +16,7 @@ from torch.autograd import Function
 
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.private import apply_of
-from torchckpt.tensors import of_class
+from torchckpt.tensors import detached
 
 __all__ = ["Checkpoint", "Recompute", "checkpoint", "fork", "join", "phony", "recompute"]
 
@@ -34,7 +34,7 @@ class Checkpoint(Function):
         ctx.set_materialize_grads(False)
         # Weak: a function that stores its input would hold the frame, which holds the function.
         ctx.frame, ctx.edges = weakref.ref(frame), len(phonies)
-        return of_class(input.__class__, input.detach())
+        return detached(input)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -66,8 +66,8 @@ class Join(Function):
     def forward(ctx: Any, input: Tensor, *phonies: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.edges = len(phonies)
-        # detach(): if the Function returned the input itself, autograd would forbid in-place operations on the output.
-        return of_class(input.__class__, input.detach())
+        # detached: autograd would forbid in-place operations on the output if the Function returned the input itself.
+        return detached(input)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
@@ -79,7 +79,7 @@ class Fork(Join):
     def forward(ctx: Any, input: Tensor, *phonies: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         ctx.set_materialize_grads(False)
         ctx.edges = len(phonies)
-        return of_class(input.__class__, input.detach()), phony(input.device).detach()
+        return detached(input), phony(input.device).detach()
 
 
 checkpoint: Callable[..., Tensor] = apply_of(Checkpoint)

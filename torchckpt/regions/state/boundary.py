@@ -106,7 +106,8 @@ class Input:
             self._version, self._attributes = -1, None
             with torch.inference_mode():
                 is_weight = isinstance(tensor, nn.Parameter)
-                self._kept: Any = tensor if is_weight else copy_attributes(tensor, tensor.clone())
+                copy = tensor if is_weight else copy_attributes(tensor, of_class(tensor.__class__, tensor.clone()))
+                self._kept: Any = copy
             return
         self._version = tensor._version
         self._requires_grad = requires_grad = tensor.requires_grad
@@ -171,7 +172,7 @@ class Input:
         if self._is_non_leaf:
             twin = _behind_a_node(twin)
         elif mutation_is_allowed():
-            twin = twin.detach().clone().requires_grad_(self._requires_grad)
+            twin = of_class(self._class, twin.detach().clone()).requires_grad_(self._requires_grad)
         if self._attributes is not None:
             twin.__dict__.update(self._attributes)
         return set_version(twin, self._version)
@@ -211,7 +212,7 @@ def _behind_a_node(leaf: Tensor) -> Tensor:
     try:
         if leaf.layout == torch.strided and not mutation_is_allowed():
             return of_class(leaf.__class__, leaf[...])
-        return leaf.expand_as(leaf) if leaf.layout == torch.jagged else leaf.clone()
+        return leaf.expand_as(leaf) if leaf.layout == torch.jagged else of_class(leaf.__class__, leaf.clone())
     finally:
         set_grad_enabled(graded)
 
