@@ -151,3 +151,14 @@ def test_a_lazy_layer_that_the_function_closes_over(call):
     with count_recomputes() as recomputes:
         assert all(map(torch.equal, steps(call), expected))
     assert recomputes.total == 2  # not in the first
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_a_lazy_layer_that_is_given_weights_is_lazy_no_more():
+    model = nn.Sequential(nn.LazyLinear(4, bias=False), nn.Tanh())
+    checkpoint(lambda x: model[1](x), leaf(5, 4)).sum().backward()  # looks at the model
+    model[0].weight = nn.Parameter(torch.rand(4, 4))
+    with count_recomputes() as recomputes:
+        checkpoint(lambda x: model(x).sin(), leaf(5, 4)).sum().backward()
+        checkpoint(lambda x: model(x).sin(), leaf(5, 4)).sum().backward()
+    assert recomputes.total == 2

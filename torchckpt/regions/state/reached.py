@@ -221,7 +221,7 @@ class _Tree:
         self._modules = list(map(weakref.ref, modules))
         self._layers = [weakref.ref(inner) for inner in modules if isinstance(inner, norm_layer)]
         tables = [table for inner in modules for table in (inner._parameters, inner._buffers) if type(table) is dict]
-        self._lazy = [value for value in values_of(tables) if is_lazy(value)]
+        self._lazy = [table for table in tables if any(map(is_lazy, table.values()))]
         self._has_compiled_class = any(is_compiled_class(type(inner)) for inner in modules)
 
     def is_of(self, module: nn.Module) -> bool:
@@ -230,7 +230,7 @@ class _Tree:
 
     def is_lazy(self) -> bool:
         """Whether a parameter or buffer has no shape yet."""
-        self._lazy = [value for value in self._lazy if is_lazy(value)]
+        self._lazy = [table for table in self._lazy if any(map(is_lazy, table.values()))]
         return bool(self._lazy)
 
     def is_compiled(self) -> bool:
