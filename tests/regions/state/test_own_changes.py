@@ -174,8 +174,35 @@ class NormRead(NormLast):
         return super().forward(x * self.norm.running_var.clone())
 
 
+def scale_of(norm):
+    return (norm.running_var + norm.eps).rsqrt()
+
+
+class NormReadByProperty(NormLast):
+    @property
+    def scale(self):
+        return self.norm.running_var.clone()
+
+    def forward(self, x):
+        return super().forward(x * self.scale)
+
+
+class NormReadByDecorated(NormLast):
+    @torch.no_grad()
+    def scale(self):
+        return self.norm.running_var.clone()
+
+    def forward(self, x):
+        return super().forward(x * self.scale())
+
+
+class NormReadByFunction(NormLast):
+    def forward(self, x):
+        return super().forward(x * scale_of(self.norm))
+
+
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, OwnNorm])
-@pytest.mark.parametrize("cls", [NormLast, NormRead])
+@pytest.mark.parametrize("cls", [NormLast, NormRead, NormReadByProperty, NormReadByDecorated, NormReadByFunction])
 def test_statistics_of_a_norm_layer_whose_call_ends_the_replay(call, cls, norm):
     def steps(call):
         torch.manual_seed(1)

@@ -1,9 +1,10 @@
 """Layout: where the modules of a region's function keep their parameters, buffers and generators."""
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, takewhile
 from types import FunctionType, MethodType
 from typing import Any, TypeAlias
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torchckpt.modules import OF_EVERY_MODULE, is_compiled, is_module, module_of, names_in, uncompiled
+from torchckpt.modules import OF_EVERY_MODULE, contents_of, is_compiled, is_module, module_of, names_in, uncompiled
 from torchckpt.regions.private import norm_layer, set_version
 from torchckpt.regions.state.norms import COUNTER, STATISTICS, updates
 from torchckpt.tensors import of_class
@@ -24,6 +25,9 @@ __all__ = [
 ]
 
 _NUMBERS = (bool, int, float, complex)
+_WRAPPERS = frozenset({property, cached_property, staticmethod, classmethod})
+_MOST = 1000
+"""The most objects among which code that reads running statistics is looked for."""
 _OF_EVERY_MODULE = OF_EVERY_MODULE | {"training"}
 
 Key: TypeAlias = tuple[int, str]
@@ -84,8 +88,7 @@ class Layout:
     """The layout of ``owners`` and their submodules, as they are now. It holds the owners by weak references only.
 
     Buffers that torch's norm layers are updating are left out, where their calls alone read them: ``norms.py`` handles
-    them. Scripted modules are left
-    out, because their parameters and buffers are not in Python dictionaries.
+    them. Scripted modules are left out, because their parameters and buffers are not in Python dictionaries.
     """
 
     def __init__(self, owners: Sequence[nn.Module], on_owner_freed: Callable[[Any], object] | None = None) -> None:
@@ -113,9 +116,9 @@ class Layout:
         inside: list[dict[str, Any]] = [module._modules for module in modules]
         end: dict[str, Any] = {"": _End()}
         self.children = values_of([*inside, end])
-        readers = {*filter(_reads_statistics, {*map(type, modules)})}
+        norms = [(place, m) for place, m in enumerate(modules) if isinstance(m, norm_layer) and _is_of_torch(m)]
+        readers = {*filter(_reads_statistics, {*map(type, modules)})} if norms else ()
         read = {id(inner) for module in modules if type(module) in readers for inner in module.modules()}
-        norms = ((place, m) for place, m in enumerate(modules) if isinstance(m, norm_layer) and _is_of_torch(m))
         self.norms = {place: weakref.ref(norm) for place, norm in norms if id(norm) not in read}
         others = [buffers for place, buffers in enumerate(self._buffers) if place not in self.norms]
         self.tables: list[dict[str, Any]] = [*inside, end, *self.parameters, end, *others]
@@ -318,12 +321,25 @@ def _names_of(kind: type, module: nn.Module) -> list[str]:
 
 
 def _reads_statistics(cls: type[nn.Module]) -> bool:
-    """Whether code of ``cls`` names running statistics, as where a convolution and a BatchNorm are trained as one."""
+    """Whether code of ``cls``, or a function that it names, names running statistics, as where a convolution and a
+    BatchNorm are trained as one."""
     if issubclass(cls, norm_layer):
         return False
-    own = (value for base in cls.__mro__ if not issubclass(nn.Module, base) for value in vars(base).values())
-    functions = (value for value in own if type(value) is FunctionType)
-    return any(name in STATISTICS for function in functions for name in names_in(function.__code__))
+    found = [value for base in cls.__mro__ if not issubclass(nn.Module, base) for value in vars(base).values()]
+    seen = set[int]()
+    for value in found:  # which grows meanwhile
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if type(value) is FunctionType and len(seen) < _MOST:
+            names = names_in(value.__code__)
+            if any(name in STATISTICS for name in names):
+                return True
+            found += contents_of(value)  # what a decorator has wrapped
+            found += [value.__globals__[name] for name in names if name in value.__globals__]
+        elif type(value) in _WRAPPERS:
+            found += gc.get_referents(value)
+    return False
 
 
 def _is_of_torch(module: nn.Module) -> bool:
