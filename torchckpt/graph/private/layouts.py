@@ -27,9 +27,10 @@ def eager_layouts() -> Iterator[None]:
 
     places = {operator: place for operator, place in _batch_norms().items() if operator in decomposition_table}
     known = {operator: decomposition_table[operator] for operator in places}
-    _forget(known)
-    decomposition_table.update({operator: _laid_out(known[operator], place) for operator, place in places.items()})
+    laid_out = {operator: _laid_out(known[operator], place) for operator, place in places.items()}
     try:
+        decomposition_table.update(laid_out)
+        _forget(known)
         yield
     finally:
         decomposition_table.update(known)
