@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 __all__ = [
     "PutBack", "copy_attributes", "detached", "flop_formula", "gradient_bytes", "hides_tensors", "inner_tensors",
-    "node_name", "nodes_behind", "of_class", "tensors_in", "tensors_of", "tensors_of_pair",
+    "node_name", "nodes_behind", "of_class", "parameter_as", "tensors_in", "tensors_of", "tensors_of_pair",
 ]
 
 PutBack: TypeAlias = Callable[[Sequence[Tensor]], Any]
@@ -96,6 +96,14 @@ def detached(tensor: Tensor) -> Tensor:
     view forbids operations in place on it. (``_make_subclass``: as of a parameter; no public form.)"""
     cls = tensor.__class__
     return tensor._make_subclass(cls, tensor) if cls is not Tensor and _is_kept(cls) else tensor.detach()
+
+
+def parameter_as(parameter: Tensor, values: Tensor) -> Any:
+    """A parameter with ``values``, which has the class and the attributes of ``parameter``."""
+    cls, required = parameter.__class__, parameter.requires_grad
+    is_plain = cls.__torch_dispatch__ is Tensor.__torch_dispatch__
+    made = parameter._make_subclass(cls, values, required) if is_plain else nn.Parameter(values, required)
+    return copy_attributes(parameter, made)
 
 
 def _is_kept(cls: type[Tensor]) -> bool:

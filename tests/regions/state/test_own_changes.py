@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 
 import pytest
 import torch
@@ -212,3 +213,45 @@ def test_statistics_of_a_norm_layer_whose_call_ends_the_replay(call, cls, norm):
         return [*(x.grad for x in xs), *(p.grad for p in module.parameters()), *module.buffers()]
 
     assert all(map(torch.equal, steps(call), steps(lambda module, x: module(x))))
+
+
+class Turned(torch.Tensor):
+    """Has another ``sin``. A loss of it runs its backward where subclasses do not see functions."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(torch.Tensor.cos if func is torch.Tensor.sin else func, types, args, kwargs)
+
+
+class Named(nn.Parameter):
+    """A parameter of the user's."""
+
+
+class Halves(nn.Module):
+    """Changes its weight in place."""
+
+    def __init__(self, make) -> None:
+        super().__init__()
+        self.weight, self.classes = make(torch.linspace(0.1, 1, 4)), []
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.mul_(0.5)
+        self.classes.append((type(self.weight), isinstance(self.weight, nn.Parameter)))
+        return (self.weight.sin() * x).exp()
+
+
+@pytest.mark.parametrize("make", [lambda values: nn.Parameter(values.as_subclass(Turned)), Named])
+def test_a_parameter_of_a_subclass_that_changes_in_place_is_one_in_the_replay(call, make):
+    def gradients(call):
+        module, x = Halves(make), torch.linspace(0, 1, 4, requires_grad=True)
+        with suppress(RecomputationError):  # in the first step it is not known
+            call(module, x).sum().backward()
+        module.zero_grad()
+        module.classes.clear()
+        loss = call(module, x).sum()
+        gradients = torch.autograd.grad(loss, [x, module.weight])
+        assert set(module.classes) == {(type(module.weight), True)}
+        return [gradient.as_subclass(torch.Tensor) for gradient in gradients]
+
+    assert all(map(torch.equal, gradients(call), gradients(lambda module, x: module(x))))

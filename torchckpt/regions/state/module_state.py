@@ -32,7 +32,7 @@ from torchckpt.modules import name_of
 from torchckpt.regions.flags import state_lock
 from torchckpt.regions.private import alive, set_version, storage_key
 from torchckpt.regions.state.layout import Copy, Key, Layout, layout_of, lengths_of, values_of, version_of
-from torchckpt.tensors import copy_attributes
+from torchckpt.tensors import parameter_as
 from torchckpt.typing import Function
 
 __all__ = ["ModuleState", "Substitutes", "changed_in_place", "exclusive", "record_state", "substituted"]
@@ -211,8 +211,7 @@ class ModuleState:
             substitutes.changed[id(tensor)] = tensor, path
             return tensor
         values = tensor.detach().clone() if copy is None else copy.clone()
-        twin = nn.Parameter(values, tensor.requires_grad)
-        copy_attributes(tensor, twin)
+        twin: nn.Parameter = parameter_as(tensor, values)
         if copy is None:
             substitutes.late[id(twin)] = Late(tensor, path)
         set_version(twin, version)

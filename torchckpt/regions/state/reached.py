@@ -220,7 +220,9 @@ class _Tree:
         self._children = values_of(self._inside)
         self._modules = list(map(weakref.ref, modules))
         self._layers = [weakref.ref(inner) for inner in modules if isinstance(inner, norm_layer)]
-        tables = [table for inner in modules for table in (inner._parameters, inner._buffers) if type(table) is dict]
+        tables: list[dict[str, Any]] = []
+        for inner in modules:
+            tables += [table for table in (inner._parameters, inner._buffers) if type(table) is dict]
         self._lazy = [table for table in tables if any(map(is_lazy, table.values()))]
         self._has_compiled_class = any(is_compiled_class(type(inner)) for inner in modules)
 
