@@ -101,13 +101,16 @@ def detached(tensor: Tensor) -> Tensor:
 def parameter_as(parameter: Tensor, values: Tensor) -> Any:
     """A parameter with ``values``, which has the class and the attributes of ``parameter``."""
     cls, required = parameter.__class__, parameter.requires_grad
-    is_plain = cls.__torch_dispatch__ is Tensor.__torch_dispatch__
-    made = parameter._make_subclass(cls, values, required) if is_plain else nn.Parameter(values, required)
+    made = nn.Parameter(values, required) if _sees_operators(cls) else parameter._make_subclass(cls, values, required)
     return copy_attributes(parameter, made)
 
 
 def _is_kept(cls: type[Tensor]) -> bool:
-    return cls.__torch_dispatch__ is Tensor.__torch_dispatch__ and not issubclass(cls, nn.Parameter)
+    return not (_sees_operators(cls) or issubclass(cls, nn.Parameter))
+
+
+def _sees_operators(cls: type[Tensor]) -> bool:
+    return cls.__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def hides_tensors(leaf: object, depth: int = 3) -> bool:

@@ -316,13 +316,16 @@ def _host(options: argparse.Namespace) -> Host | None:
 
 def _is_in_bytes(options: argparse.Namespace) -> bool:
     """Whether budgets are in bytes: those of a model are, and of numbers those that are as large."""
-    is_model = options.target is not None or options.model is not None
-    return is_model or min(options.saved or _DEFAULTS["saved"]) >= _LEAST_SAVED
+    return _is_of_model(options) or min(options.saved or _DEFAULTS["saved"]) >= _LEAST_SAVED
+
+
+def _is_of_model(options: argparse.Namespace) -> bool:
+    return options.target is not None or options.model is not None
 
 
 def _amount_of(text: str, options: argparse.Namespace, name: str = "budget") -> str | float:
     what = {"budget": "the budget", "host": "the memory of the host", "host-link": "the link to the host"}[name]
-    if options.target is not None or options.model is not None:
+    if _is_of_model(options):
         try:
             return with_unit(text)
         except Unusable as error:
@@ -332,7 +335,7 @@ def _amount_of(text: str, options: argparse.Namespace, name: str = "budget") -> 
         return float(text)
     except ValueError:
         saved, works = min(options.saved or _DEFAULTS["saved"]), "--budget 50%, or " * (name == "budget")
-        if not text.endswith("%") and read(text) and saved < _LEAST_SAVED:
+        if not text.endswith("%") and read(text) and not _is_in_bytes(options):
             raise Unusable(
                 f"{what} is in bytes, and --saved is not; received: --{name} {text} and --saved "
                 f"{saved:g}; works: {works}--saved 34e6 --boundary 2e6 --{name} {text}"
