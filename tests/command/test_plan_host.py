@@ -31,7 +31,7 @@ def test_json_has_choices_and_moves(capsys):
     away = {(j, i, b) for j, own in enumerate(stored["choices"]) for i, choice in enumerate(own) for b in choice[3]}
     assert {tuple(move[:3]) for move in stored["moves"]} == away
     assert len(away) > 0
-    assert all(len(boundary) == 2 for move in stored["moves"] for boundary in move[3:])
+    assert all(len(boundary) == 2 for move in stored["moves"] for boundary in move[3:5])
     assert stored["host"] == {"bytes": [40] * 4, "out": 0.5, "back": 0.5, "half_duplex": False, "drag": 0}
     assert found["host_bytes"] == [40] * 4
     assert max(found["host_peak_bytes"]) <= 40

@@ -120,7 +120,8 @@ def random_moves(seed: int) -> Step:
             for block in gone:
                 places = at[at.index((forward, block)) + 1 : at.index((backward, block)) + 1]
                 release, issue = sorted(random.choices(range(len(places)), k=2))
-                moves.append(Move(stage, i, block, Boundary(*places[release]), Boundary(*places[issue])))
+                between = Boundary(*places[release]), Boundary(*places[issue])
+                moves.append(Move(stage, i, block, *between, random.choice((0, 0, 1, 9))))
     rates = [random.choice([5.0, 50.0, 500.0]) for _ in range(2)]
     host = Host(1e9, *rates, half_duplex=random.random() < 0.5, drag=random.choice([0.0, 0.25]))
     return Step(schedule, stages, tuple(links), away, tuple(moves), host)

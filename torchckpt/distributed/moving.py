@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any, TypeAlias
 
 from torchckpt.planning import Action, Choice
@@ -31,13 +32,11 @@ class Boundaries:
 
     def __init__(self, plan: PipelinePlan, rank: int) -> None:
         order, stages = plan.schedule.ranks[rank], plan.problem.stages
-        placed = plan.schedule.placement
         uses = {action.visit: index for index, action in enumerate(order) if action.kind in BACKWARDS}
-        moves = [move for move in plan.moves if placed[move.stage] == rank]
-        moves.sort(key=lambda move: (uses[move.stage, move.micro_batch], -move.block))  # in the order of their uses
         self._driven = Driven(
-            (move[:3], (order[move.release.action], move.release.block), (order[move.issue.action], move.issue.block))
-            for move in moves
+            ((place.action, place.boundary.block), move[:3], is_issued)
+            for place in chain.from_iterable(plan.step.places[rank])
+            for move, is_issued in place.moves
         )
         self._backwards = {visit: order[index] for visit, index in uses.items()}
         self._starts = {

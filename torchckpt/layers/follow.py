@@ -187,7 +187,9 @@ class Steps:
         plan = known[0].plan if len(known) == 1 else None
         if plan is not None and plan.away:
             self.step.driven = Driven(
-                (call, (Kind.FORWARD, release), (Kind.BACKWARD, issue)) for call, release, issue in reversed(plan.away)
+                move
+                for call, release, issue in reversed(plan.away)
+                for move in (((Kind.FORWARD, release), call, False), ((Kind.BACKWARD, issue), call, True))
             )
         return self.step
 

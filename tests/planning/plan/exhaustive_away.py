@@ -1,9 +1,9 @@
 """Exhaustive: the shortest step of a tiny 1F1B pipeline with a host, from everything that its ranks may do.
 
 Blocks are alike: forward 1 second, backward 2, replay 1, a copy ``k`` each way, one byte, of which nothing stays. Every
-second each rank is in a state. At a boundary it first issues any copies back, then releases what has left, then waits
-as long as it likes, or computes. All states of all ranks are followed, second by second. Of blocks that are alike, the
-one that is used first comes back, or is replayed, first.
+second each rank is in a state. At a boundary it releases what has left, and issues any copies back; it waits as long as
+it likes, and may do the same behind each release, until it computes. All states of all ranks are followed, second by
+second. Of blocks that are alike, the one that is used first comes back, or is replayed, first.
 """
 from __future__ import annotations
 
@@ -103,27 +103,24 @@ class Pipeline:
         if rank.left or rank.at == len(order):
             yield rank
             return
-        for issued in self.issued(rank, order) if rank.issues else (rank,):
-            ended = {block for end, block in pairs(issued.out) if end <= 0}
-            states = tuple(GONE if block in ended else state for block, state in enumerate(issued.states))
-            left = [(end, block) for end, block in pairs(issued.out) if end > 0]
-            here = issued._replace(states=states, out=flat(left), issues=False)
-            yield here
-            yield from self.computes(here, order, self.ready(ranks, number))
+        ended = {block for end, block in pairs(rank.out) if end <= 0}
+        states = tuple(GONE if block in ended else state for block, state in enumerate(rank.states))
+        left = [(end, block) for end, block in pairs(rank.out) if end > 0]
+        here = rank._replace(states=states, out=flat(left), issues=False)
+        for issued in self.issued(here, order) if rank.issues or ended else (here,):
+            yield issued
+            yield from self.computes(issued, order, self.ready(ranks, number))
 
     def issued(self, rank: Rank, order: list[tuple[bool, int]]) -> Iterator[Rank]:
         """Any number of copies back, of what is used first."""
         yield rank
-        ends = {block: end for end, block in pairs(rank.out)}
-        gone = [block for is_forward, block in order[rank.at :] if not is_forward and (
-            rank.states[block] == GONE or ends.get(block, 1) <= 0)]
+        gone = [block for is_forward, block in order[rank.at :] if not is_forward and rank.states[block] == GONE]
         for block in gone:
             states = with_state(rank.states, block, BACK)
             if self.used(rank.states) + 1 > self.budget:
                 return
             begin = max([0, *(end for end, _ in pairs(rank.back))])
-            out = [(end, other) for end, other in pairs(rank.out) if other != block]
-            rank = rank._replace(states=states, out=flat(out), back=(*rank.back, begin + self.k, block))
+            rank = rank._replace(states=states, back=(*rank.back, begin + self.k, block))
             yield rank
 
     def computes(self, rank: Rank, order: list[tuple[bool, int]], is_ready: bool) -> Iterator[Rank]:

@@ -47,7 +47,8 @@ class Rank:
                 (self.made if kind is F else self.used)[stage, i, block] = position
         self.away = {tuple(move[:3]): self.interval(move) for move in self.moves}
         self.outs = sorted(self.away, key=self.made.__getitem__)
-        self.backs = sorted(self.away, key=lambda key: (self.away[key][1], self.used[key]))
+        self.before = {tuple(move[:3]): self.releases_before(move) for move in self.moves}
+        self.backs = sorted(self.away, key=lambda key: (self.away[key][1], len(self.before[key]), self.used[key]))
 
     def interval(self, move):
         """The positions of release and issue; raises unless they are in order."""
@@ -55,6 +56,12 @@ class Rank:
         key = tuple(move[:3])
         assert self.made[key] < release <= issue <= self.used[key]
         return release, issue
+
+    def releases_before(self, move):
+        """Those at the boundary of its issue that come before that."""
+        there = [key for key in self.outs if self.away[key][0] == self.place[tuple(move.issue)]]
+        own = tuple(move[:3])
+        return there[: max(move.behind, there.index(own) + 1 if own in there else 0)]
 
     def action(self, position):
         return self.order[self.boundaries[position][0]]
@@ -80,8 +87,8 @@ def recount(step) -> Recount:
         levels, peak = by_position(step, rank)
         found.levels.append(levels)
         starts_and_ends = [
-            {key: times.due[number][rank.away[key][1]] for key in rank.away},
-            {key: times.released[number][rank.away[key][0]] for key in rank.away},
+            {key: times.issued(number, rank, key) for key in rank.away},
+            {key: times.let_go(number, rank, key) for key in rank.away},
         ]
         assert over_time(step, rank, times, number, *starts_and_ends) <= peak + 1e-9
         real = [{key: times.copies[(*key, way)][0 if way else 1] for key in rank.away} for way in (True, False)]
@@ -140,6 +147,12 @@ class Times:
             self.start[number][p] = max(waits)
             self.end[number][p] = self.start[number][p] + self.seconds(rank, p)
 
+    def let_go(self, number, rank, key):
+        """When its release is done."""
+        p = rank.away[key][0]
+        before = [other for other in rank.outs if rank.away[other][0] == p and rank.made[other] <= rank.made[key]]
+        return max([self.due[number][p], *(self.copies[(*other, False)][1] for other in before)])
+
     def seconds(self, rank, p):
         stage, kind, i = rank.action(p)
         work, choice, block = self.step.stages[stage], self.step.choice((stage, i)), rank.boundaries[p][1]
@@ -166,14 +179,21 @@ class Times:
 
     def copy(self, number, rank):
         queue = [(rank.made[key] + 1, 0, rank.made[key], key, False) for key in rank.outs]
-        queue += [(rank.away[key][1], 1, rank.used[key], key, True) for key in rank.backs]
+        queue += [(rank.away[key][1], 1 + len(rank.before[key]), rank.used[key], key, True) for key in rank.backs]
         free = {False: 0.0, True: 0.0}
         for position, _, _, key, is_back in sorted(queue):
             engine = is_back and not self.step.host.half_duplex
             queued = self.end[number][position - 1] if position else 0.0
+            if is_back:
+                queued = self.issued(number, rank, key)
             start = max(queued, free[engine], self.copies[(*key, False)][1] if is_back else 0.0)
             end = free[engine] = start + self.copy_seconds(key, is_back)
             self.copies[(*key, is_back)] = start, end
+
+    def issued(self, number, rank, key):
+        """When the copy back is queued."""
+        ends = [self.copies[(*other, False)][1] for other in rank.before[key]]
+        return max([self.due[number][rank.away[key][1]], *ends])
 
     def send(self):
         schedule, ends = self.step.schedule, self.action_ends()
@@ -235,11 +255,14 @@ def sizes(step, key):
 def by_position(step, rank):
     alive, levels, peak = {}, {}, 0.0
     for p, takes, frees in pieces(step, rank):
-        issued = [key for key, (_, issue) in rank.away.items() if issue == p]
-        alive |= {(key, "back"): moved_bytes(step.stages[key[0]], key[2]) for key in issued}
-        at_boundary = sum(alive.values()) if issued else 0.0
-        for key in [key for key, (release, _) in rank.away.items() if release == p]:
-            alive[key] -= moved_bytes(step.stages[key[0]], key[2])
+        released = [key for key in rank.outs if rank.away[key][0] == p]
+        at_boundary = 0.0
+        for done in range(len(released) + 1):
+            if done:
+                alive[released[done - 1]] -= moved_bytes(step.stages[released[done - 1][0]], released[done - 1][2])
+            issued = [key for key, (_, issue) in rank.away.items() if issue == p and len(rank.before[key]) == done]
+            alive |= {(key, "back"): moved_bytes(step.stages[key[0]], key[2]) for key in issued}
+            at_boundary = max(at_boundary, sum(alive.values()) if issued else 0.0)
         for key in takes:
             alive[key] = sizes(step, key)[1 if key in alive else 0]
         highest = max(at_boundary, sum(alive.values()))

@@ -61,7 +61,7 @@ def test_json_and_back(plan):
     text = plan.to_json()
     stored = json.loads(text)
     assert stored["choices"][0][0] == [[3], [], [2], [0, 1]]
-    assert stored["moves"][:2] == [[0, 0, 0, [0, 2], [2, 1]], [0, 0, 1, [0, 3], [2, 2]]]
+    assert stored["moves"][:2] == [[0, 0, 0, [0, 2], [2, 1], 0], [0, 0, 1, [0, 3], [2, 2], 0]]
     assert stored["host"] == {"bytes": [5000, 4], "out": 1, "back": 2, "half_duplex": False, "drag": 0}
     assert stored["alone"] == [54.0, None]
     again = PipelinePlan.from_json(text)

@@ -33,7 +33,7 @@ def alone(release, issue, *, stage=TWO, host=None, blocks=1, late=()):
     """One micro-batch on one rank whose first blocks are away. All of them have the same boundaries."""
     n = len(stage.blocks)
     kept = tuple(block for block in range(blocks, n) if block not in late)
-    moves = tuple(Move(0, 0, block, Boundary(*release), Boundary(*issue)) for block in range(blocks))
+    moves = tuple(Move(0, 0, block, Boundary(*release), Boundary(*issue), behind=blocks) for block in range(blocks))
     choices = {(0, 0): Choice(kept, (), late, tuple(range(blocks)))}
     return Step(gpipe(1, 1), (stage,), (), choices, moves, host or Host(100, out=3.0))
 
@@ -191,6 +191,22 @@ def test_a_copy_back_is_issued_when_the_compute_comes_to_an_action_and_not_when_
     assert step.timeline.waited_seconds == (0, 0)
 
 
+@pytest.mark.parametrize(
+    ("behind", "issued", "highest"), [(0, "2-3", 8), (1, "3.33333-4.33333", 5 - 4 + 3), (9, "3.33333-4.33333", 4)]
+)
+def test_a_copy_back_takes_its_memory_before_a_release_or_behind_it(behind, issued, highest):
+    moves = Move(0, 0, 0, Boundary(F, 2), Boundary(B, 2), behind), Move(0, 0, 1, Boundary(B, 2), Boundary(B, 1))
+    step = Step(gpipe(1, 1), (TWO,), (), {(0, 0): Choice((), away=(0, 1))}, moves, Host(100, out=3.0))
+    assert f"back 0,0,0 {issued}" in copies(step)
+    assert levels(step)[B, 2] == (highest, 4)
+
+
+def test_the_release_of_a_block_comes_before_its_issue_at_the_same_boundary():
+    step = alone(release=(B, 2), issue=(B, 2))
+    assert copies(step) == ["out 0,0,0 1-2", "back 0,0,0 2-3"]
+    assert levels(step)[B, 2] == (8, 8)
+
+
 def test_without_moves_a_step_is_as_it_was():
     schedule = one_f_one_b(2, 2)
     step = Step(schedule, (TWO, TWO), (Link(),), {}, (), Host(100, out=3.0))
@@ -212,6 +228,5 @@ def test_without_moves_a_step_is_as_it_was():
     ],
 )
 def test_moves_that_cannot_be(release, issue, is_right):
-    move = Move(0, 0, 0, Boundary(*release), Boundary(*issue))
-    step = alone(release=(F, 2), issue=(B, 2))
-    assert list(misplaced_moves(step.places[0], [move])) == [move] * (not is_right)
+    step = alone(release=release, issue=issue)
+    assert list(misplaced_moves(step.places[0], step.moves)) == list(step.moves) * (not is_right)

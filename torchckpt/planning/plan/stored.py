@@ -76,7 +76,10 @@ def read(text: str) -> PlanFigures:
         }
         whole = stored.get("whole_step")
         step = None if whole is None else WholeStep(*(_amounts(amounts, ranks) for amounts in whole))
-        moves = tuple(Move(*move[:3], *(Boundary(*at) for at in move[3:])) for move in stored.get("moves", ()))
+        moves = tuple(
+            Move(stage, i, block, Boundary(*release), Boundary(*issue), behind)
+            for stage, i, block, release, issue, behind in stored.get("moves", ())
+        )
         alone = [math.inf if seconds is None else float(seconds) for seconds in stored.get("alone", ())]
         if not all(seconds >= 0 for seconds in alone):
             _refuse(f"{alone} seconds of recomputing and offloading alone")
@@ -173,8 +176,8 @@ def _check_moves(plan: PlanFigures, away: set[tuple[int, ...]]) -> None:
         _refuse(f"{len(plan.moves)} moves of {len(away)} blocks that are away")
     for rank, places in enumerate(plan.step.places):
         here = (move for move in plan.moves if plan.schedule.placement[move.stage] == rank)
-        for stage, i, block, release, issue in misplaced_moves(places, here):
-            where = f"released at {list(release)}, issued at {list(issue)}"
+        for stage, i, block, release, issue, behind in misplaced_moves(places, here):
+            where = f"released at {list(release)}, issued at {list(issue)} behind {behind}"
             _refuse(f"stage {stage}, micro-batch {i}, block {block}: {where}")
     for rank in plan.over_host:
         peak, room = plan.step.host_peak_bytes[rank], plan.problem.host_bytes[rank]

@@ -29,12 +29,11 @@ class Place(NamedTuple):
     seconds: float
     """Of compute."""
     takes: float
-    """The bytes that are allocated when the compute starts, beside those of ``issued``."""
+    """The bytes that are allocated when the compute starts."""
     frees: float
     """The bytes that are freed when it ends."""
-    issued: Sequence[Move] = ()
-    """In the order of their use, which is that of their copies back."""
-    released: Sequence[Move] = ()
+    moves: Sequence[tuple[Move, bool]] = ()
+    """What happens there before that, in this order: each move, and whether it is issued, or released."""
 
 
 Places: TypeAlias = "Sequence[Sequence[Place]]"
@@ -46,15 +45,24 @@ def places_of(
 ) -> Places:
     """The places of each action of a rank, for the moves of this rank."""
     uses = {action.visit: index for index, action in enumerate(order) if action.kind in BACKWARDS}
-    issued, released = defaultdict(list), defaultdict(list)
-    for move in sorted(moves, key=lambda move: (uses[move.stage, move.micro_batch], -move.block)):
-        issued[move.issue].append(move)
-        released[move.release].append(move)
+    makes = {action.visit: index for index, action in enumerate(order) if action.kind is Kind.FORWARD}
+    happens: defaultdict[Boundary, list[tuple[Move, bool]]] = defaultdict(list)
+    moves = sorted(moves, key=lambda move: (makes[move.stage, move.micro_batch], move.block))
+    for move in moves:
+        happens[move.release].append((move, False))
+    behind = {}
+    for move in moves:
+        released = [other for other, _ in happens[move.issue]]
+        own = released.index(move) + 1 if move in released else 0
+        behind[move] = min(max(move.behind, own), len(released))
+    moves.sort(key=lambda move: (behind[move], uses[move.stage, move.micro_batch], -move.block))
+    for move in reversed(moves):
+        happens[move.issue].insert(behind[move], (move, True))
 
     def places(index: int, action: Action) -> Iterator[Place]:
         for block, seconds, takes, frees in _pieces(stages[action.stage], choice(action.visit), action.kind):
             at = Boundary(index, block)
-            yield Place(at, action, seconds, takes, frees, issued.get(at, ()), released.get(at, ()))
+            yield Place(at, action, seconds, takes, frees, happens.get(at, ()))
 
     return [list(places(index, action)) for index, action in enumerate(order)]
 
@@ -83,19 +91,18 @@ def _pieces(stage: Stage, choice: Choice, kind: Kind) -> Iterator[tuple[int, flo
 
 
 def levels_of_places(places: Places, stages: Sequence[Stage]) -> Iterator[list[Level]]:
-    """For each action of a rank, the level from each of its boundaries to the next.
-
-    Memory for what is issued is taken before what is released at the same boundary is free, as both happen in this
-    order; then the compute takes its own.
-    """
+    """For each action of a rank, the level from each of its boundaries to the next, with what happens there."""
     alive = 0.0
     for of_action in places:
         levels = []
         for place in of_action:
-            issued = alive + sum([stages[move.stage].moved_bytes(move.block) for move in place.issued])
-            released = sum([stages[move.stage].moved_bytes(move.block) for move in place.released])
-            alive = issued - released + place.takes
-            highest = max(alive, issued if place.issued else 0.0)
+            highest = 0.0
+            for move, is_issued in place.moves:
+                moved = stages[move.stage].moved_bytes(move.block)
+                alive += moved if is_issued else -moved
+                highest = max(highest, alive if is_issued else 0.0)
+            alive += place.takes
+            highest = max(highest, alive)
             alive -= place.frees
             levels.append(Level(highest, alive))
         yield levels
@@ -104,13 +111,10 @@ def levels_of_places(places: Places, stages: Sequence[Stage]) -> Iterator[list[L
 def misplaced_moves(places: Places, moves: Iterable[Move]) -> Iterator[Move]:
     """The moves of a rank whose release and issue are no boundaries of it, or stand not in this order between the
     forward and the backward of their block."""
-    flat = list(chain.from_iterable(places))
-    at = {place.boundary: position for position, place in enumerate(flat)}
-    ends: dict[tuple[int, int, int], list[int]] = defaultdict(list)
-    for position, ((_, block), (stage, kind, i), *_) in enumerate(flat):
+    steps: defaultdict[tuple[int, ...], list[str]] = defaultdict(list)
+    for (_, block), (stage, kind, i), *_, there in chain.from_iterable(places):
+        for move, is_issued in there:
+            steps[move[:3]].append("issued" if is_issued else "released")
         if kind is Kind.FORWARD or kind in BACKWARDS:
-            ends[stage, i, block].append(position)
-    for move in moves:
-        made, used = ends[move[:3]]
-        if not made < at.get(move.release, -1) <= at.get(move.issue, -1) <= used:
-            yield move
+            steps[stage, i, block].append("made" if kind is Kind.FORWARD else "used")
+    yield from (move for move in moves if steps[move[:3]] != ["made", "released", "issued", "used"])

@@ -55,12 +55,15 @@ class Engines:
     def _run(self, place: Place, arrived: float) -> None:
         stage, kind, i = place.action
         block, due = (stage, i, place.boundary.block), self._now
-        for move in place.issued:
-            self._copy(move[:3], due, is_back=True)
-        awaited = [self._ends[move[:3], False] for move in place.released]
+        awaited = due
+        for move, is_issued in place.moves:
+            if is_issued:
+                self._copy(move[:3], awaited, is_back=True)
+            else:
+                awaited = max(awaited, self._ends[move[:3], False])
         if kind in BACKWARDS and block in self._away:
-            awaited.append(self._ends[block, True])
-        start = max(due, arrived, *awaited)
+            awaited = max(awaited, self._ends[block, True])
+        start = max(arrived, awaited)
         self.waited_seconds += start - max(due, arrived)
         self._now, self._drag = start + place.seconds + self._drag, 0.0
         if kind is Kind.FORWARD and block in self._away:
@@ -79,7 +82,7 @@ class Engines:
 
 
 def _away(places: Places) -> set[tuple[int, ...]]:
-    return {move[:3] for place in chain.from_iterable(places) for move in place.released}
+    return {move[:3] for place in chain.from_iterable(places) for move, _ in place.moves}
 
 
 def host_curve(copies: Iterable[Copy]) -> Curve:

@@ -111,9 +111,10 @@ class Move(NamedTuple):
     """When one block of one visit leaves its device, and when it comes back; by position, not by time.
 
     Copies run beside the compute, in the order in which they are queued; the copy out, when the forward of the block
-    has ended. So a plan says two boundaries of each block that is away and nothing else. At a boundary, in this order:
-    copies that are issued there are queued; the compute waits for the releases there, then (at the start of an action)
-    for the message, then (in a backward) for the copy back of the block that runs next.
+    has ended. So a plan says two boundaries of each block that is away and nothing else. At a boundary the compute
+    waits for the releases there, in the order of the copies out, and queues the copies back that are issued there,
+    before a release or behind it. Then it waits (at the start of an action) for the message, and (in a backward) for
+    the copy back of the block that runs next.
     """
 
     stage: int
@@ -124,3 +125,5 @@ class Move(NamedTuple):
     issue: Boundary
     """At or after the release, and at or before the backward of the block: memory is taken for it, and its copy back is
     queued."""
+    behind: int = 0
+    """How many of the releases at the boundary of its issue come before that. Its own release always does."""

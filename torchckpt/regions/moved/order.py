@@ -72,17 +72,15 @@ class Driven:
     boundaries are reached, however long the copies take.
 
     Args:
-        moves: the name of a region, and of the boundaries where it is released and issued. Those that are issued at one
-            boundary are issued in this order.
+        moves: the name of a boundary, and of a region that is issued there, or released. What happens at one boundary
+            happens in this order.
     """
 
-    def __init__(self, moves: Iterable[tuple[Hashable, Hashable, Hashable]]) -> None:
-        self._released: defaultdict[Hashable, list[Hashable]] = defaultdict(list)
-        self._issued: defaultdict[Hashable, list[Hashable]] = defaultdict(list)
+    def __init__(self, moves: Iterable[tuple[Hashable, Hashable, bool]]) -> None:
+        self._moves: defaultdict[Hashable, list[tuple[Hashable, bool]]] = defaultdict(list)
         self._regions: WeakValueDictionary[Hashable, Ordered] = WeakValueDictionary()
-        for region, release, issue in moves:
-            self._released[release].append(region)
-            self._issued[issue].append(region)
+        for boundary, region, is_issued in moves:
+            self._moves[boundary].append((region, is_issued))
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -105,14 +103,13 @@ class Driven:
 
     def happens_at(self, boundary: Hashable) -> bool:
         """Whether something is still to be done at ``boundary``."""
-        return boundary in self._released or boundary in self._issued
+        return boundary in self._moves
 
     def reaches(self, boundary: Hashable, *_: object) -> None:
-        """The compute is at ``boundary``: issue, then release. What was done is not done again. Also a hook of a node.
-        """
-        for name in self._issued.pop(boundary, ()):
-            if (region := self._regions.get(name)) is not None:
+        """The compute is at ``boundary``. What was done is not done again. Also a hook of a node."""
+        for name, is_issued in self._moves.pop(boundary, ()):
+            region = self._regions.get(name)
+            if region is not None and is_issued:
                 region.issue()
-        for name in self._released.pop(boundary, ()):
-            if (region := self._regions.get(name)) is not None:
+            elif region is not None:
                 region.release()

@@ -78,7 +78,7 @@ def _choice(rank: Rank, visit: int) -> Choice:
 def _moves(lane: Lane, rank: Rank) -> list[Move]:
     releases = {(visit, block): Boundary(*at) for visit, block, *at in rank.released}
     return [
-        Move(*lane.visits[visit], block, releases[visit, block], Boundary(*at))
-        for visit, block, *at in rank.issued
+        Move(*lane.visits[visit], block, releases[visit, block], Boundary(*at), behind)
+        for visit, block, *at, behind in rank.issued
         if rank.works[visit].moved[block]
     ]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torchckpt.planning.plan.away.work import Work, sums
-from torchckpt.planning.plan.search.lane import FORWARD, Lane
+from torchckpt.planning.plan.search.lane import FORWARD, INPUT_GRAD, Lane
 
 __all__ = ["Outlook", "Times", "leaving", "returning"]
 
@@ -54,16 +54,22 @@ def leaving(
 
 
 def returning(
-    lane: Lane, works: Sequence[Work], away: Sequence[int], starts: Sequence[float], pace: int, limit: float = _LONG
+    lane: Lane,
+    works: Sequence[Work],
+    away: Sequence[int],
+    starts: Sequence[float],
+    pace: int,
+    splits: bool,
+    limit: float = _LONG,
 ) -> tuple[list[int], list[float]]:
     """How many blocks of each visit can come back no earlier than ``limit`` before their use, and the latest start of
     each copy back, in the order of uses."""
     chosen, latest, last = list(away), [], _LONG
     for visit in reversed(range(len(away))):
-        work = works[visit]
-        end = starts[lane.backward_place[visit]] + work.whole_until[-1]
+        work, place = works[visit], lane.backward_place[visit]
+        until = work.inputs_until if splits and lane.kinds[place] == INPUT_GRAD else work.whole_until
         for block in range(away[visit]):
-            use = end - work.whole_until[block + 1]
+            use = starts[place] + until[-1] - until[block + 1]
             if use - last > limit:
                 chosen[visit] = block
                 break
@@ -84,11 +90,12 @@ class Outlook:
         starts: Sequence[float],
         pace: int,
         flying: float,
+        splits: bool,
     ) -> None:
-        """``flying``: the share to expect of what is on its way out."""
+        """``flying``: the share to expect of what is on its way out. ``splits``: whether backwards are split."""
         self.uses = [(visit, block) for visit in range(len(away)) for block in reversed(range(away[visit]))]
         """Each copy back, in the order of uses."""
-        self.latest = returning(lane, works, away, starts, pace)[1]
+        self.latest = returning(lane, works, away, starts, pace, splits)[1]
         """When each of them has to start."""
         self.flying = [flying * moved for moved in leaving(lane, works, away, starts, pace)[1]]
         """By place, bytes on their way out when a forward ends."""

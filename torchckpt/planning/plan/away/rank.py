@@ -3,7 +3,8 @@
 A rank runs its forwards and backwards in their order, and knows when the message for the next one arrives. Where it
 would idle, it recomputes blocks of its next backwards, or runs weight gradients that wait, if that ends before the
 message is there; a recompute waits for copies out if it needs their room. A copy back is issued at the first boundary
-at which its engine would be free before the next one, if it is near its latest start and there is room up to its use.
+at which its engine would be free before the next one, if it is near its latest start and there is room up to its use;
+where room comes of a release, behind that.
 Where a block finds no room, the rank waits for copies out if it has the time. Else a kept block of the visit that is
 used last is dropped after all, as if it had never been kept; so is one if a copy back that is overdue finds no room.
 Bytes are those of :mod:`~torchckpt.planning.step.boundary`.
@@ -75,7 +76,8 @@ class Rank:
         """Each action: its kind, its visit, how many blocks it recomputes early."""
         self.released: list[tuple[int, int, int, int]] = []
         """Visit and block of what is away, and the boundary of its release: action, block."""
-        self.issued: list[tuple[int, int, int, int]] = []
+        self.issued: list[tuple[int, int, int, int, int]] = []
+        """The same of its issue, and how many of the releases there come before it."""
         self.starts: list[float] = []
         self.filled: list[float] = []
         """By place, the seconds of what else ran right before."""
@@ -128,10 +130,10 @@ class Rank:
         for block in range(work.blocks + 1):
             need = work.need_bytes(block, away, self.dropped[visit])
             end = due + work.forward[block]
-            if self.free[1] < end >= self.quiet and self._issue(block, need, end, due):
-                need = work.need_bytes(block, away, self.dropped[visit])
-            while leaving and leaving[0][0] <= due:
-                self._release(block)
+            if self.free[1] < end >= self.quiet:
+                need = self._issue(block, need, end)
+            if leaving and leaving[0][0] <= due:
+                need = self._let_go(block, need, end, due)
             if self.bytes + need > self.budget:
                 need = self._room(visit, block, need, work.forward_until[-1] - work.forward_until[block])
             self.bytes += need
@@ -149,26 +151,22 @@ class Rank:
         due, needs = self.message, work.late_needs(away, late - away, split)
         for block in range(work.blocks, -1, -1):
             seconds = work.inputs[block] if split else work.whole[block]
-            need, frees, awaited, freed = 0.0, 0.0 if split else work.saved[block], 0.0, 0.0
+            need, frees, awaited = 0.0, 0.0 if split else work.saved[block], due
             if block < away:
                 if (visit, block) not in back:
-                    freed = self._fetch(visit, block)
-                awaited = back[visit, block]
+                    self._fetch(visit, block, work.whole_until[block + 1])
+                awaited = max(due, back[visit, block])
             elif block < late:
                 need, seconds = work.freed[block], seconds + work.replay[block]
-            end = max(due, awaited) + seconds
+            end = awaited + seconds
             if self.free[1] < end >= self.quiet:
-                self._issue(block, needs[block] - freed, end, due)
-            self.bytes -= freed
-            while leaving and leaving[0][0] <= due:
-                self._release(block)
-            room = need
-            if 0 < block <= away and (visit, block - 1) not in back:  # what is released there comes too late
-                room = max(need, need + work.moved[block - 1] - frees)
-            if room and self.bytes + room > self.budget:
-                self._room(visit, block, room, work.whole_until[block + 1])
+                self._issue(block, needs[block], end)
+            if leaving and leaving[0][0] <= awaited:
+                self._let_go(block, needs[block], end, awaited)
+            if need and self.bytes + need > self.budget:
+                self._room(visit, block, need, work.whole_until[block + 1])
             self.bytes += need - frees
-            due = self.clock = max(due, awaited, self.clock) + seconds + self.drag
+            due = self.clock = max(awaited, self.clock) + seconds + self.drag
             self.drag = 0.0
         self.order.append((INPUT_GRAD if split else BACKWARD, visit, 0))
         self.left_seconds -= work.whole_until[-1]
@@ -182,7 +180,9 @@ class Rank:
         self.back[visit, block] = self._copy(1, max(self.clock, self.gone[visit, block]), work.back[block])
         self.bytes += work.moved[block]
         self.quiet = 0.0
-        self.issued.append((visit, block, len(self.order), at))
+        here = len(self.order), at
+        behind = next((n for n, each in enumerate(reversed(self.released)) if each[2:] != here), len(self.released))
+        self.issued.append((visit, block, *here, behind))
 
     def _copy(self, engine: int, start: float, seconds: float) -> float:
         end = max(self.free[engine], start) + seconds
@@ -197,10 +197,19 @@ class Rank:
         self.bytes -= moved
         self.released.append((visit, block, len(self.order), at))
 
-    def _issue(self, at: int, need: float, end: float, due: float) -> bool:
+    def _let_go(self, at: int, need: float, end: float, due: float) -> float:
+        """Release what has left by ``due``; behind each release, :meth:`_issue`."""
+        while self.leaving and self.leaving[0][0] <= due:
+            self.clock = max(self.clock, self.leaving[0][0])
+            self._release(at)
+            if self.free[1] < end >= self.quiet:
+                need = self._issue(at, need, end)
+        return need
+
+    def _issue(self, at: int, need: float, end: float) -> float:
         """Issue copies back until their engine is busy up to ``end``, when the next piece ends, which takes ``need``
-        bytes, after those are free that have left by ``due``. Returns whether a block was dropped for that."""
-        outlook, habits, lane, unit, has_dropped = self.outlook, self.gene.habits, self.lane, self.unit, False
+        bytes. Returns what it takes then: blocks may have been dropped."""
+        outlook, habits, lane, unit = self.outlook, self.gene.habits, self.lane, self.unit
         while self.free[1] < end and len(self.issued) < len(outlook.uses):
             visit, block = outlook.uses[len(self.issued)]
             gone = self.gone.get((visit, block), _LONG)
@@ -215,20 +224,18 @@ class Rank:
             if ahead > habits.early * unit:
                 break
             moved = self.works[visit].moved[block]
-            ended = sum([leaves for end_of_copy, leaves, _, _ in self.leaving if end_of_copy <= due])
-            full = self._full(moved, use, max(0.0, need - ended))
+            full = self._full(moved, use, need)
             if full is None:
                 for place in range(self.place + (lane.kinds[self.place] != FORWARD), use + (use > self.place)):
                     self.levels[place] += moved if outlook.due[place] <= len(self.issued) else 0.0
                 self._take(visit, block, at)
             elif ahead <= -habits.overdue * unit and full < use and self._drop(at, full):
-                has_dropped = True
                 if lane.kinds[self.place] == FORWARD:
                     current = lane.visit_at[self.place]
                     need = self.works[current].need_bytes(at, self.away[current], self.dropped[current])
             else:
                 break
-        return has_dropped
+        return need
 
     def _full(self, moved: float, use: int, need: float) -> int | None:
         """The first place up to ``use`` that has no room for the next copy back, or ``_NOW``; None if all have."""
@@ -255,20 +262,14 @@ class Rank:
                 raise Unfit
         return need
 
-    def _fetch(self, visit: int, block: int) -> float:
-        """Bring back the block whose backward is next. Returns the bytes that are released here. They still count, as
-        they are free only after all memory is taken that is issued here."""
-        freed, until = 0.0, self.gone[visit, block]
+    def _fetch(self, visit: int, block: int, ahead: float) -> None:
+        """Bring back the block whose backward is next, as :meth:`_room` makes room."""
+        until = self.gone[visit, block]
         while self.leaving and self.leaving[0][0] <= until:
             self.clock = max(self.clock, self.leaving[0][0])
-            freed += self.leaving[0][1]
             self._release(block)
-        self.bytes += freed
-        while self.bytes + self.works[visit].moved[block] > self.budget:
-            if not self._drop(block):
-                raise Unfit
+        self._room(visit, block, self.works[visit].moved[block], ahead)
         self._take(visit, block, block)
-        return freed
 
     def _drop(self, at: int, place: int = _NOW) -> bool:
         """Drop a kept block of what is used last, to have room before piece ``at``, or at a later place."""
@@ -307,8 +308,7 @@ class Rank:
         missing += sum(work.moved[block] for block in range(away) if (visit, block) not in self.back)
         while habits.pending >= 0 and self.pending and self.bytes + missing > self.budget:
             self._weight()
-        when = max(self.clock, self.message)
-        missing -= sum(moved for end, moved, _, _ in self.leaving if end <= when)
+        missing -= sum([moved for _, moved, _, _ in self.leaving])
         return habits.pending >= 0 and self.bytes + missing <= self.budget
 
     def _fill(self, kind: int, visit: int) -> None:
@@ -342,9 +342,8 @@ class Rank:
     def _run(self, kind: int, visit: int, early: int, seconds: float, need: float) -> None:
         """Run a recompute or weight gradients, for which there is room."""
         if self.free[1] < self.clock + seconds >= self.quiet:
-            self._issue(0, need, self.clock + seconds, self.clock)
-        while self.leaving and self.leaving[0][0] <= self.clock:
-            self._release(0)
+            self._issue(0, need, self.clock + seconds)
+        self._let_go(0, need, self.clock + seconds, self.clock)
         self.order.append((kind, visit, early))
         self.bytes += need
         self.clock += seconds + self.drag

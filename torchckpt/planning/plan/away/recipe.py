@@ -50,15 +50,16 @@ class Kitchen:
             min(work.blocks, int((i + 1) * shares[stage] + 1e-9) - int(i * shares[stage] + 1e-9))
             for (stage, i), work in zip(self.lane.visits, self.works)
         ]
-        arguments = times.starts, self.pace
+        arguments, splits = (times.starts, self.pace), recipe.habits.pending >= 0
         if recipe.back_limit < _LONG:
-            away, _ = returning(self.lane, self.works, away, *arguments, recipe.back_limit * self.copy_seconds)
+            limit = recipe.back_limit * self.copy_seconds
+            away, _ = returning(self.lane, self.works, away, *arguments, splits, limit)
         if recipe.out_limit < _LONG:
             away, _ = leaving(self.lane, self.works, away, *arguments, recipe.out_limit * self.copy_seconds)
         away = self.hosted(away)
         dropped = [0] * len(away)
         if recipe.habits.drops:
-            outlook = Outlook(self.lane, self.works, away, dropped, *arguments, recipe.habits.flying)
+            outlook = Outlook(self.lane, self.works, away, dropped, *arguments, recipe.habits.flying, splits)
             dropped = self._dropped(away, outlook.levels, recipe.spare * self.block_bytes)
         return Gene(away, dropped, recipe.habits, times, until)
 

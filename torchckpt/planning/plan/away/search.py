@@ -59,7 +59,7 @@ class Search:
             Kitchen(lane, works, room, pace)
             for lane, works, room in zip(simulator.lanes, simulator.works, host_bytes)
         ]
-        self.random = Random(0)
+        self.random = Random(1)
         self.is_split = any(any(lane.is_split) for lane in simulator.lanes)
         fewest, most = (steps * sum(simulator.pieces) for steps in _STEPS_PLAYED)
         self.most = min(max(_EFFORT, fewest), most)

@@ -87,7 +87,7 @@ class Simulator:
         if index in self._outlooks and self._outlooks[index][0] is gene:
             return self._outlooks[index][1]
         pace = 1 + self.host.half_duplex
-        arguments = gene.away, gene.dropped, gene.times.starts, pace, gene.habits.flying
+        arguments = gene.away, gene.dropped, gene.times.starts, pace, gene.habits.flying, gene.habits.pending >= 0
         return Outlook(self.lanes[index], self.works[index], *arguments)
 
     def times(self, played: Played) -> list[Times]:

@@ -36,7 +36,7 @@ class Work:
         self.boundary[0] += before.saved_bytes
         self.weight_seconds, self.full_bytes = stage.weight_grad_seconds, stage.saved_bytes
         self.forward_until, self.whole_until, self.moved_until = sums(self.forward), sums(self.whole), sums(self.moved)
-        self.freed_until, self.replay_until = sums(self.freed), sums(self.replay)
+        self.freed_until, self.replay_until, self.inputs_until = sums(self.freed), sums(self.replay), sums(self.inputs)
         self._peaks: dict[tuple[int, int], float] = {}
         self._needs: dict[tuple[int, int, bool], list[float]] = {}
 
