@@ -58,7 +58,8 @@ class ParallelLedger(Ledger):  # type: ignore[no-untyped-call]  # untyped in tor
         if operator.namespace == "fsdp" or is_join or self._is_whole_copy(operator, args):
             return self._copy(operator, types, args, kwargs)
         outputs = super().__torch_dispatch__(operator, types, args, kwargs)
-        if operator is torch.ops.aten._to_copy.default and args[0].dim() == 1 and self._is_watched(args[0]):
+        name = operator.overloadpacket.__name__
+        if name == "_to_copy" and args[0].dim() == 1 and self._is_watched(args[0]):
             self._casts.update(storages_in(outputs))
         return outputs
 
