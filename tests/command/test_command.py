@@ -109,9 +109,10 @@ def test_stages_are_those_of_the_whole_pipeline(
     assert (answer["stages"], answer["ranks"]) == (stages, ranks)
 
 
-def test_a_schedule_of_torch_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_a_schedule_of_torch_is_read(encoding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.csv"
-    path.write_text(TORCHS)
+    path.write_text(TORCHS, encoding=encoding)
     assert main(["simulate", "--csv", str(path)]) == 0
     assert capsys.readouterr().out.split("\n")[3] == "none          9     0.0 %   0.0 %       -   2 A"
 
@@ -212,6 +213,11 @@ def test_a_wrong_call_is_one_line_and_exit_code_2(arguments: str) -> None:
             "argument --csv: {path}: line 1, column 2: this is no action: a stage, one of F B I W R, and a "
             "micro-batch; "
             "received: '0X0'; works: '0F3'",
+        ),
+        (
+            f"0F{'9' * 5000}\n",
+            "argument --csv: {path}: line 1, column 1: this is no action: a stage, one of F B I W R, and a "
+            f"micro-batch; received: '0F{'9' * 5000}'; works: '0F3'",
         ),
         (
             "0B0,0F0\n",

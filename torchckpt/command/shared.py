@@ -149,7 +149,7 @@ def schedule_of_csv(options: argparse.Namespace, other: str, most: int) -> Sched
 
 def _read_csv(path: Path) -> Schedule:
     try:
-        return from_csv(path.read_text(encoding="utf-8"), path.stem)
+        return from_csv(path.read_text(encoding="utf-8-sig"), path.stem)  # Excel's has a byte order mark
     except UnicodeDecodeError:
         raise Unusable(f"argument --csv: cannot read {path}: it is not text; {_CSV}") from None
     except OSError as error:
