@@ -1,6 +1,7 @@
 """The command as it is typed: what it prints and writes, and its one line on bad input."""
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from tests.command.lines import refused
 from torchckpt.__main__ import main
 from torchckpt.command import balance, simulate
+from torchckpt.command.shared import say
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("simulate", "--schedule", "1f1b", "--stages", "2", "--microbatches", "2")
@@ -107,9 +109,10 @@ def test_stages_are_those_of_the_whole_pipeline(
     assert (answer["stages"], answer["ranks"]) == (stages, ranks)
 
 
-def test_a_schedule_of_torch_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_a_schedule_of_torch_is_read(encoding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.csv"
-    path.write_text(TORCHS)
+    path.write_text(TORCHS, encoding=encoding)
     assert main(["simulate", "--csv", str(path)]) == 0
     assert capsys.readouterr().out.split("\n")[3] == "none          9     0.0 %   0.0 %       -   2 A"
 
@@ -210,6 +213,11 @@ def test_a_wrong_call_is_one_line_and_exit_code_2(arguments: str) -> None:
             "argument --csv: {path}: line 1, column 2: this is no action: a stage, one of F B I W R, and a "
             "micro-batch; "
             "received: '0X0'; works: '0F3'",
+        ),
+        (
+            f"0F{'9' * 5000}\n",
+            "argument --csv: {path}: line 1, column 1: this is no action: a stage, one of F B I W R, and a "
+            f"micro-batch; received: '0F{'9' * 5000}'; works: '0F3'",
         ),
         (
             "0B0,0F0\n",
@@ -435,6 +443,21 @@ def test_a_full_disk_is_one_line(command):
     works = "works: > a file on a disk with room"
     line = f"python -m torchckpt {name}: error: cannot print the result: No space left on device; {works}\n"
     assert (process.returncode, process.stderr) == (2, line)
+
+
+def test_what_an_encoding_has_not_is_escaped(monkeypatch):
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    say("modell:größe")
+    assert stdout.buffer.getvalue() == b"modell:gr\\xf6\\xdfe\n"
+
+
+@pytest.mark.parametrize(("arguments", "line"), [
+    (("plan", "--svg", f"{'a' * 300}.svg"), "argument --svg: cannot write aaa"),
+    (("memory", f"{'a' * 300}.py"), "there is no such script; received: aaa"),
+])  # fmt: skip
+def test_a_name_that_is_too_long_is_one_line(arguments, line, capsys):
+    assert line in refused(capsys, *arguments)
 
 
 def test_where_nobody_reads_on_it_ends():

@@ -117,6 +117,7 @@ BAD = [
     (("--budget", "9,60GB,9,9", "--saved", "900"), "received: --budget 60GB and --saved 900; works: --budget 50%"),
     (("--budget", "9", "--blocks", "8,8"), "--blocks has 2 numbers for 4 stages; works: --blocks 8,8,8,8"),
     (("--budget", "9", "--blocks", "0"), "blocks of each stage, such as 8 or 8,8,8,7; received: 0"),
+    (("--budget", "9", "--blocks", "8,8,8," + "9" * 20), "more than 1000 blocks of a stage; received: 8,8,8,9999"),
     (("--budget", "9", "--blocks", "8,0,8,8"), "stage 1 has no blocks, no --first and no --last; received: --blocks"),
     (("--budget", "9", "--forward", "0"), "a number above 0"),
     (("--budget", "9", "--recompute", "nan"), "a number from 0"),

@@ -61,6 +61,19 @@ def asks():
 
 def quits():
     raise SystemExit(0)
+
+
+class Ends(nn.Linear):
+    def forward(self, x):
+        raise SystemExit(0)
+
+
+def ends():
+    return [Ends(8, 8)], torch.randn(4, 8)
+
+
+def wide():
+    return [nn.Linear(8, 8), nn.Linear(9, 9)], torch.randn(4, 8)
 """
 REST = {
     "fit": (),
@@ -105,6 +118,7 @@ BAD = [
     ("balance", "bare", "balance has no inputs; received: my_model:bare, without an example; works: --input 8,128"),
     *((command, "fails", "cannot make my_model:fails: KeyError: 'mine'") for command in REST),
     *((command, "quits", "cannot make my_model:quits: it ends Python: SystemExit: 0") for command in REST),
+    *((command, "ends", "cannot run my_model:ends: it ends Python: SystemExit: 0") for command in REST),
     *((command, "gtp", "cannot make my_model:gtp: my_model has no gtp; works: my_model:gpt") for command in REST),
     *((command, "nowhere:f", "cannot make nowhere:f: ModuleNotFoundError: No module named") for command in REST),
     *((command, "my_model.py:f", "received: my_model.py:f; works: my_model:f") for command in REST),
@@ -115,6 +129,13 @@ BAD = [
 @pytest.mark.parametrize(("command", "target", "message"), BAD)
 def test_a_target_that_does_not_fit_is_named_in_one_line(command, target, message, capsys):
     assert message in refused(capsys, *words(command, target))
+
+
+@pytest.mark.parametrize("command", ["fit", "plan"])
+def test_torch_logs_no_traceback_of_a_shape(command, tmp_path):
+    process = run("-m", "torchckpt", *words(command, "wide"), cwd=tmp_path)
+    assert process.returncode == 2
+    assert process.stderr.count("\n") == 1
 
 
 # the names of the command ---------------------------------------------------------------------------------------------

@@ -301,15 +301,27 @@ def test_a_sharding_has_one_name_and_what_other_ranks_have_has_none():
         assert [*map(sharded_over, tensors), sharded_over(torch.ones(2))] == ["dp_tp", "dp_tp", "tp", "", ""]
 
 
-def test_one_rank_copies_what_several_gather():
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_one_rank_copies_what_several_gather(dtype):
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
     def counted(ranks):
         with fake_mesh(dp=ranks) as mesh:
-            return pipeline_costs(sharded(8, mesh), "h100").counted[0]
+            build = sharded(8, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+            return pipeline_costs(build, "h100").counted[0]
 
     one, two = counted(1), counted(2)
     assert [part.work.saved_bytes for part in one.parts] == [part.work.saved_bytes for part in two.parts]
     assert 0 < one.gathered_bytes < two.gathered_bytes
     assert all(part.collectives == () for part in one.parts)
+
+
+def test_shares_that_are_padded_are_not_gathered():
+    def gathered(rank):
+        with fake_mesh(rank=rank, dp=4) as mesh:
+            return pipeline_costs(sharded(5, mesh), "h100").counted[0].gathered_bytes
+
+    assert len({gathered(rank) for rank in range(4)}) == 1
 
 
 def collectives(build):

@@ -5,7 +5,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from torchckpt.command.shared import Parser, Unusable, add_command, count, line, say, say_json, shape
-from torchckpt.command.target import CONTRACT, Target, layers_at
+from torchckpt.command.target import CONTRACT, Target, layers_at, running
 from torchckpt.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -48,7 +48,8 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    balance = _balance(layers_at(options.module), options)
+    with running(options.module):
+        balance = _balance(layers_at(options.module), options)
     if options.json:
         layers = [{"name": name, balance.unit: cost} for name, cost in zip(balance.names, balance.costs)]
         say_json({"balance": balance, "layers": layers, "stages": balance.stage_costs})

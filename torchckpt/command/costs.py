@@ -3,11 +3,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 from torchckpt.command.shared import Unusable, amount, given, in_options, line, size, state_bytes
-from torchckpt.command.target import stages_at
+from torchckpt.command.target import running, stages_at
 from torchckpt.errors import ArgumentError
 from torchckpt.planning.device import DEVICES, device_named, left_to_tensors
 
@@ -100,10 +100,10 @@ def model_costs(options: argparse.Namespace) -> PipelineCosts:
     values["link_bytes_per_second"] = options.link_bandwidth
     chosen = {name: value for name, value in values.items() if value is not None}
     try:
-        if options.mesh is None:
-            return pipeline_costs(_holding(stages_at(options.target), options), options.device, **chosen)
-        with fake_mesh(**options.mesh) as mesh:
-            return pipeline_costs(_holding(stages_at(options.target, mesh), options), options.device, **chosen)
+        with running(options.target), ExitStack() as stack:
+            arguments = [] if options.mesh is None else [stack.enter_context(fake_mesh(**options.mesh))]
+            build = _holding(stages_at(options.target, *arguments), options)
+            return pipeline_costs(build, options.device, **chosen)
     except ArgumentError as error:
         raise Unusable(f"cannot plan {options.target}: {line(error)}") from error
 

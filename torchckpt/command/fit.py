@@ -16,7 +16,7 @@ from torchckpt.command.shared import (
     with_unit,
     write,
 )
-from torchckpt.command.target import CONTRACT, model_at
+from torchckpt.command.target import CONTRACT, model_at, running
 from torchckpt.errors import CheckpointError
 from torchckpt.planning.budget import Budget, check_budget
 
@@ -60,7 +60,8 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
 
 def run(options: argparse.Namespace) -> None:
     model, inputs, unpacked = model_at(options.module)
-    plan, curve = _planned(model, inputs, options)
+    with running(options.module):
+        plan, curve = _planned(model, inputs, options)
     explained = None if options.explain is None else plan.explain(options.explain)
     if options.plan is not None:
         write(options.plan, plan.to_json())

@@ -4,6 +4,7 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
+import os
 import runpy
 import sys
 import threading
@@ -54,7 +55,7 @@ def passed_on(script: str, arguments: Sequence[str]) -> str:
 
 
 def run(options: argparse.Namespace) -> None:
-    if not Path(options.script).is_file():
+    if not os.path.isfile(options.script):
         raise Unusable(f"there is no such script; received: {options.script}; works: train.py")
     passes: list[SavedByLine] = []
     picture = None if options.svg is None else options.svg.absolute()  # the script may change the folder

@@ -44,6 +44,8 @@ from torchckpt.planning.work.host import Host
 __all__ = ["add", "run"]
 
 _MOST = 1_000_000
+_MOST_BLOCKS = 1000
+"""Of a stage."""
 _LEAST_SAVED = 1000
 """A block that saves less is not given in bytes."""
 _DEFAULTS = {
@@ -355,6 +357,8 @@ def _counts(text: str) -> list[float]:
     parts = text.split(",")
     if not all(part.isdecimal() for part in parts) or not any(map(int, parts)):
         raise argparse.ArgumentTypeError(f"not blocks of each stage, such as 8 or 8,8,8,7; received: {text}")
+    if max(map(int, parts)) > _MOST_BLOCKS:
+        raise argparse.ArgumentTypeError(f"more than {_MOST_BLOCKS} blocks of a stage; received: {text}")
     return [float(part) for part in parts]
 
 

@@ -149,7 +149,7 @@ def schedule_of_csv(options: argparse.Namespace, other: str, most: int) -> Sched
 
 def _read_csv(path: Path) -> Schedule:
     try:
-        return from_csv(path.read_text(encoding="utf-8"), path.stem)
+        return from_csv(path.read_text(encoding="utf-8-sig"), path.stem)  # Excel's has a byte order mark
     except UnicodeDecodeError:
         raise Unusable(f"argument --csv: cannot read {path}: it is not text; {_CSV}") from None
     except OSError as error:
@@ -173,8 +173,9 @@ def _finite(value: Any) -> Any:
 
 def say(text: str) -> None:
     """Print ``text``. What cannot be printed is an error; where nobody reads on, nothing more is printed."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     try:
-        print(text, flush=True)
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
     except OSError as error:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # which Python flushes when it ends  # noqa: SIM115
         if not isinstance(error, BrokenPipeError):
@@ -194,7 +195,10 @@ def file_to_write(suffix: str) -> Callable[[str], Path]:
 
     def checked(text: str) -> Path:
         path, works = Path(text), f"works: a file such as picture{suffix}, in a folder that is there"
-        is_device = path.exists() and not path.is_file() and not path.is_dir()  # such as /dev/stdout
+        try:
+            is_device = path.exists() and not path.is_file() and not path.is_dir()  # such as /dev/stdout
+        except OSError as error:  # its name is too long
+            raise argparse.ArgumentTypeError(f"cannot write {text}: {error.strerror}; {works}") from None
         reason = None
         if path.is_dir():
             reason = os.strerror(errno.EISDIR)

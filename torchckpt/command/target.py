@@ -20,16 +20,18 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
 from torchckpt.command.shared import Unusable
 
-__all__ = ["CONTRACT", "Target", "built", "layers_at", "model_at", "stages_at"]
+__all__ = ["CONTRACT", "Target", "built", "layers_at", "model_at", "running", "stages_at"]
 
 CONTRACT = """\
 MODULE:FUNCTION is a function without arguments that returns what to train, and an example of a call: a tensor, or a
@@ -131,6 +133,20 @@ def stages_at(place: str, *arguments: Any) -> Callable[[], Any]:
         return (stages, target.example) if target.loss is None else (stages, target.example, target.loss)
 
     return build
+
+
+@contextmanager
+def running(place: str) -> Iterator[None]:
+    """A context in which what ``place`` names runs: a call that ends Python is Unusable. Torch logs the traceback of an
+    operator that fails on tensors without memory, and raises it, too."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        yield
+    except SystemExit as error:
+        raise Unusable(f"cannot run {place}: it ends Python: SystemExit: {error}") from error
+    finally:
+        log.disabled = was_disabled
 
 
 def _attribute_at(place: str) -> Any:

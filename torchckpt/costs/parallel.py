@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchckpt.costs.mesh import Layout
@@ -45,6 +45,7 @@ class ParallelLedger(Ledger):  # type: ignore[no-untyped-call]  # untyped in tor
         self._buffers: set[StorageWeakRef] = set()  # what FSDP2 wrote
         self._gathers: dict[StorageWeakRef, tuple[Collective, float]] = {}  # under way, by where to
         self._owners: dict[StorageWeakRef, int] = {}  # the part of a whole parameter
+        self._casts: set[StorageWeakRef] = set()  # flat parameters in the dtype of a MixedPrecisionPolicy
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
@@ -56,14 +57,24 @@ class ParallelLedger(Ledger):  # type: ignore[no-untyped-call]  # untyped in tor
         is_join = operator is torch.ops.aten.cat.out and not self.gathered.isdisjoint(storages_in(args))
         if operator.namespace == "fsdp" or is_join or self._is_whole_copy(operator, args):
             return self._copy(operator, types, args, kwargs)
-        return super().__torch_dispatch__(operator, types, args, kwargs)
+        outputs = super().__torch_dispatch__(operator, types, args, kwargs)
+        name = operator.overloadpacket.__name__
+        if name == "_to_copy" and args[0].dim() == 1 and self._is_watched(args[0]):
+            self._casts.update(storages_in(outputs))
+        return outputs
 
     def _is_whole_copy(self, operator: Any, args: Any) -> bool:
-        """Whether FSDP2 copies a parameter that no other rank has a share of, where it would gather it."""
+        """Whether FSDP2 copies a parameter that no other rank has a share of, where it would gather it. A copy to a
+        part of a storage pads a share."""
         if operator is not torch.ops.aten.copy_.default or args[0].dim() != 1:
             return False
-        target, source = (set(storages_in(side)) for side in args[:2])
-        return not self.watched.isdisjoint(source) and self.watched.isdisjoint(target)
+        target, source = args[:2]
+        is_whole = target.nbytes == target.untyped_storage().nbytes()
+        is_share = self._is_watched(source) or not self._casts.isdisjoint(storages_in(source))
+        return is_whole and is_share and not self._is_watched(target)
+
+    def _is_watched(self, tensor: Tensor) -> bool:
+        return not self.watched.isdisjoint(storages_in(tensor))
 
     def saved(self) -> None:
         super().saved()

@@ -17,7 +17,7 @@ from torchckpt.planning.order.validity import Misplaced, check_schedule
 
 __all__ = ["from_csv", "to_csv"]
 
-_ACTION = re.compile(r"(\d+)([FBIWR])(\d+)")
+_ACTION = re.compile(r"(\d{1,99})([FBIWR])(\d{1,99})")  # of 4300 digits Python makes no number
 _PASSED_OVER = re.compile(r"\d+((WAIT_)?(REDUCE_GRAD|SEND_F|SEND_B)|UNSHARD|RESHARD|RECV_F|RECV_B)\d*")
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 
