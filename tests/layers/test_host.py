@@ -371,3 +371,11 @@ def test_a_fast_link_leaves_nothing_to_recompute_and_a_slow_one_is_not_used(shar
     assert len(kept) + len(away) == 12 or share == 0.3
     assert with_away(step, away).peak_bytes(kept.union(each.call for each in away)) <= limit
     assert best_away(step, MeasuredLink(0.1, 0.1, 0.0), 1e9, lambda each, must: kept_within(limit, each, must)) is None
+
+
+@pytest.mark.parametrize("calls", [12, 40, 100])
+def test_a_host_with_room_for_few_of_many_calls_has_them(calls):
+    step, link = took(calls, moved=4.0), MeasuredLink(8.0, 8.0, 0.0)
+    within = partial(kept_within, step.peak_bytes(range(calls)) * 0.5)
+    assert [len(best_away(step, link, 4.0 * room, within)[1]) for room in (1, 2, 5)] == [1, 2, 5]
+    assert best_away(step, link, 3.9, within) is None

@@ -242,17 +242,20 @@ def test_a_region_on_another_stream_than_its_schedule(sim, copies):
     assert (memory.cpu() == 7).all()
 
 
-def test_a_copy_that_is_held_until_the_release_on_another_stream(sim, copies):
-    side, scene = torch.Stream(DEVICE), Scene()
+@pytest.mark.parametrize("issues", [False, True], ids=["release", "7_and_the_issue"])
+def test_a_copy_that_is_held_until_the_release_on_another_stream(sim, copies, issues):
+    side, scene = torch.Stream(DEVICE), Scene(2.0 + issues)  # other bytes than are there
     sim.synchronize()
     with side:
         scene.forward()
     with sim.held(copies.out):
         scene.region.send()
         scene.region.release()
+        if issues:  # where the stream that is current has not waited for the copy
+            scene.region.issue()
         with side:
             memory = other()
-        in_time(side)
+        in_time(side, copies.back)
     sim.synchronize()
     scene.assert_right()
     assert (memory.cpu() == 7).all()

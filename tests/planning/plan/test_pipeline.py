@@ -134,3 +134,11 @@ def test_parts_that_take_nothing(seed):
     stages = [Stage(own, *pair) for own, pair in zip(blocks, ends)]
     for share in ("70%", "100%", "150%"):
         check_least(schedule, stages, share, random.choice((0.0, 0.25)))
+
+
+def test_what_works_below_a_byte_is_a_share():
+    """A number below 1 would be refused, and 0.17 taken for 17 %, which is too little."""
+    problem = named_schedule("1f1b", 2, 4), Stage((Block(saved_bytes=0.1, boundary_bytes=0.01),) * 4)
+    with pytest.raises(BudgetInfeasible, match=r'works:    budget="21\.25%" or more'):
+        plan_pipeline(*problem, "1%")
+    assert plan_pipeline(*problem, "21.25%").peak_bytes[0] == pytest.approx(0.17)

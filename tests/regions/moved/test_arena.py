@@ -101,7 +101,8 @@ def test_pieces_in_use_are_apart(arena):
 NO_MEMORY = (
     "the host has no pinned memory for what {} sends there\n"
     "  received: CUDA error: out of memory; 67,108,864 bytes were wanted, beside {:,} bytes\n"
-    '  works:    fewer layers, offload_layers(model, "layers.*", every=2); or a higher limit, ulimit -l'
+    '  works:    a smaller host=; or fewer layers, offload_layers(model, "layers.*", every=2); or a higher '
+    "limit, ulimit -l"
 )
 
 

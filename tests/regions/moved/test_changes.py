@@ -131,3 +131,33 @@ def test_other_data_in_the_same_tensor_leaves_the_storage_alone(x):
     region.release()
     loss.backward()
     assert torch.equal(x.grad, expected)
+
+
+def test_a_part_that_counts_its_own_changes_goes_again(x):
+    """In one storage, but with versions of its own: what was sent of it before it changed was what came back."""
+    first, second = Moved(1), Moved(1)
+    held, part = first.forward(lambda x: _square_of_one_half(2 * x), (x,), {})
+    first.send()
+    out = second.forward(lambda part: part.add_(1).square(), (part,), {})
+    del part
+    second.release()
+    (held.sum() + out.sum()).backward()
+    expected = torch.cat([8 * x.detach()[:, :4], 4 * (2 * x.detach()[:, 4:] + 1)], 1)
+    assert torch.equal(x.grad, expected)
+
+
+def _square_of_one_half(x):
+    left, right = torch.unsafe_chunk(x, 2, -1)
+    return left.square(), right
+
+
+def test_what_was_changed_before_it_was_sent_goes_once(x):
+    first, second = Moved(1), Moved(1)
+    hidden = first.forward(lambda x: torch.relu_(2 * x), (x,), {})
+    first.send()
+    (storage,) = first._moving()
+    piece = storage.piece
+    out = second.forward(lambda hidden: hidden.view(-1).sin(), (hidden,), {})
+    assert list(second._moving()) == [storage]
+    assert storage.piece is piece is not None
+    out.sum().backward()

@@ -98,6 +98,9 @@ def _refuse(problem: Problem) -> NoReturn:
     if problem.host is not None:
         host = f", and {whole(problem.host_bytes[rank])} bytes on its host do not make up for it"
     limit, taken, works = "budget", "", f"budget={least} or more, or"
+    if needs[rank] < 1.0:  # as a number it would be refused
+        share = math.ceil(1e4 * needs[rank] / max(problem.keep_all.peak_bytes)) / 100
+        works = f'budget="{share:g}%" or more, or'
     if memory is not None:
         needed = [amount - of_rank for amount, of_rank in zip(needed, static)]
         limit, works = "device", f"DeviceMemory({least}) or more, more stages,"

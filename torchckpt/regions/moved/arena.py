@@ -104,7 +104,8 @@ class Arena:
             raise CheckpointError(
                 f"the host has no pinned memory for what {self._device} sends there\n"
                 f"  received: {str(error).splitlines()[0]}; {size:,} bytes were wanted, beside {self.bytes:,} bytes\n"
-                '  works:    fewer layers, offload_layers(model, "layers.*", every=2); or a higher limit, ulimit -l'
+                '  works:    a smaller host=; or fewer layers, offload_layers(model, "layers.*", every=2); or a higher '
+                "limit, ulimit -l"
             ) from error
         self._chunks.append(chunk)
         self._rests.append(chunk)

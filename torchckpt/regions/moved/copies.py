@@ -5,7 +5,8 @@
     after the forward of a region     compute ─► out      [1] what it has saved is made
     before a piece is written again   back ─► out         [2] the copy that reads it has ended
     release                           out ─► compute      [3] the memory goes back to compute's pool, in its order
-    issue                             compute ─► back     [4] the memory of the targets is free; with [3], it is sent
+    issue                             compute ─► back     [4] the memory of the targets is free
+                                      out ─► back         [7] it is sent, also if another stream has waited for [3]
     unpack                            back ─► compute     [5] it has come back
     death, if nobody has unpacked it  back ─► compute     [6] nobody writes the memory, which goes back
 
@@ -172,6 +173,7 @@ class Copies:
         _wait(self.back, _mark(compute))  # [4]
         with on(self.back):
             for (each, piece), memory in zip(away, memories):
+                _wait(self.back, each.sent)  # [7]
                 memory.copy_(piece.bytes[: each.size], non_blocking=True)
                 each.came, each.is_waited_for = _mark(self.back), False
                 each.memory, each.streams = memory, () if compute is None else (compute,)

@@ -202,6 +202,8 @@ class Moved:
             storage = copies.bytes_of(part, streams)
         elif _stays(storage, may_be_held=True):
             return
+        elif storage.piece is not None and not _is_as_sent(storage, [each for _, each in places]):
+            storage.stay()  # and is sent again
         storage.owner, storage.is_output = weakref.ref(self), is_output
         self._storages[number] = weakref.ref(storage)
         for slot, _ in places:
@@ -232,6 +234,15 @@ def _stays(storage: Bytes, may_be_held: bool = False) -> bool:
     slots = _slots_of(storage)
     is_held = use_count(storage.memory) > len(slots) + 1
     return storage.is_resized or any(slot.is_changed for slot in slots) or (is_held and not may_be_held)
+
+
+def _is_as_sent(storage: Bytes, parts: list[Tensor]) -> bool:
+    """Whether ``parts`` of it, which are saved after it was sent, surely have not changed since. Those of
+    ``torch.unsafe_chunk`` do not count each other's changes."""
+    held = (slot.tensor for slot in _slots_of(storage))
+    saved = (part for tensor in held if tensor is not None for part in parts_of(tensor))
+    known = {(part._version, part.data_ptr()) for part in saved}
+    return all(not part._version or (part._version, part.data_ptr()) in known for part in parts)
 
 
 def _release(storage: Bytes, may_be_held: bool) -> None:
