@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 
 import pytest
@@ -27,6 +28,7 @@ from tests.distributed.stages import (
     stages_of,
     step,
 )
+from torchckpt import checkpoint
 from torchckpt.distributed import recompute_ahead, runtime
 from torchckpt.testing import count_recomputes
 
@@ -143,6 +145,51 @@ def two_steps_of_one_gradient(schedule, stages, m):
 @pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
 def test_gradients_of_several_steps_are_finalized_by_the_last(name):
     found = (run(name, mode, two_steps_of_one_gradient, sharded) for mode in ({"exempt": "none"}, None))
+    assert equal(*found)
+
+
+class OfFunctions(Blocks):
+    """Whose regions are of functions, or of compiled code: nothing tells which module they call."""
+
+    def checkpointed(self):
+        return self
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(lambda x, block=block: block(x), x) if self.regions == "ours" else block(x)
+        return x
+
+
+class Compiled(Blocks):
+    def checkpointed(self):
+        super().checkpointed()
+        for block in self.blocks if self.regions == "ours" else ():
+            block.compile(backend="eager")
+        return self
+
+
+def sharded_by_block(make, reshard, stage, regions):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    module, mesh = make(stage, regions=regions), init_device_mesh("cpu", (1,))
+    for block in module.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    return fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
+
+
+def gradients_of_a_step(schedule, stages, m):
+    return [*step(schedule, stages, *batch(m)), *(each.full_tensor() for each in gradients_of(stages))]
+
+
+@pytest.mark.usefixtures("alone", "fresh_dynamo")
+@pytest.mark.filterwarnings("ignore")  # torch's own, of a mesh of one rank
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("make", [OfFunctions, Compiled])
+def test_replays_gather_the_parameters_of_their_own_stage(make, reshard):
+    """Where a rank has two: those of the second lost gradients."""
+    made = functools.partial(sharded_by_block, make, reshard)
+    found = (run("ScheduleInterleaved1F1B", mode, gradients_of_a_step, made) for mode in ({"exempt": "none"}, None))
     assert equal(*found)
 
 
