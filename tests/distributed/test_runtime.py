@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
+import warnings
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.distributed.pipelining.schedules import _ComputationType
 from tests.distributed.stages import (
     NAMES,
     OLD,
+    SIZE,
     TWO_STAGES,
     Blocks,
     ahead,
@@ -27,6 +30,7 @@ from tests.distributed.stages import (
     stages_of,
     step,
 )
+from torchckpt import checkpoint
 from torchckpt.distributed import recompute_ahead, runtime
 from torchckpt.testing import count_recomputes
 
@@ -144,6 +148,89 @@ def two_steps_of_one_gradient(schedule, stages, m):
 def test_gradients_of_several_steps_are_finalized_by_the_last(name):
     found = (run(name, mode, two_steps_of_one_gradient, sharded) for mode in ({"exempt": "none"}, None))
     assert equal(*found)
+
+
+class OfFunctions(Blocks):
+    """Whose regions are of functions, or of compiled code: nothing tells which module they call."""
+
+    def checkpointed(self):
+        return self
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(lambda x, block=block: block(x), x) if self.regions == "ours" else block(x)
+        return x
+
+
+class Compiled(Blocks):
+    def checkpointed(self):
+        super().checkpointed()
+        for block in self.blocks if self.regions == "ours" else ():
+            block.compile(backend="eager")
+        return self
+
+
+def sharded_by_block(make, reshard, stage, regions):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    module, mesh = make(stage, regions=regions), init_device_mesh("cpu", (1,))
+    for block in module.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    return fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
+
+
+def gradients_of_a_step(schedule, stages, m):
+    return [*step(schedule, stages, *batch(m)), *(each.full_tensor() for each in gradients_of(stages))]
+
+
+@pytest.mark.usefixtures("alone", "fresh_dynamo")
+@pytest.mark.filterwarnings("ignore")  # torch's own, of a mesh of one rank
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("make", [OfFunctions, Compiled])
+def test_replays_gather_the_parameters_of_their_own_stage(make, reshard):
+    """Where a rank has two: those of the second lost gradients."""
+    made = functools.partial(sharded_by_block, make, reshard)
+    found = (run("ScheduleInterleaved1F1B", mode, gradients_of_a_step, made) for mode in ({"exempt": "none"}, None))
+    assert equal(*found)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("options", [{}, {"budget": "1GB"}], ids=str)
+def test_gradients_that_are_cast_where_backwards_are_whole(name, dtype, options):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy, mesh = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=dtype), init_device_mesh("cpu", (1,))
+    row = torch.empty(2, SIZE, requires_grad=True)
+
+    def made(stage):
+        return fully_shard(Blocks(stage), mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+
+    stages = stages_of(name, made, input_args=row, output_args=row)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        recompute_ahead(schedule_on(stages, name, 4), **options)
+    texts = [str(warning.message) for warning in caught if warning.filename == __file__]
+    is_expected = "Zero" in name and bool(options) and dtype is torch.float32
+    assert ["FSDP2 casts gradients" in t for t in texts if "whole backwards" in t] == [True] * is_expected
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"])
+@pytest.mark.parametrize("options", [{}, {"budget": "1GB"}], ids=str)
+def test_hooks_that_run_where_backwards_are_whole(name, options):
+    row = torch.empty(2, SIZE, requires_grad=True)
+    stages = stages_of(name, Blocks, input_args=row, output_args=row)
+    parameters_of(stages)[0].register_post_accumulate_grad_hook(lambda parameter: None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        recompute_ahead(schedule_on(stages, name, 4), **options)
+    text = "recompute_ahead: a plan may do whole backwards in place of split ones, and gradients differ: in whole "
+    texts = [str(warning.message).startswith(text) for warning in caught if warning.filename == __file__]
+    assert texts == [True] * ("Zero" in name and bool(options))
 
 
 # eval -----------------------------------------------------------------------------------------------------------------

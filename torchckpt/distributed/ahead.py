@@ -10,7 +10,7 @@ has nothing to do, and the recompute needs nothing that is still to come::
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -39,7 +39,7 @@ from torchckpt.distributed.runtime import Runtime
 from torchckpt.errors import RegionError, ScheduleError
 from torchckpt.measuring.record import Record
 from torchckpt.measuring.saved import CountingScope, RegionBytes
-from torchckpt.modules import module_of
+from torchckpt.modules import module_of, uncompiled
 from torchckpt.planning import Action, Choice, Kind, Schedule, Stage, State, Timeline, to_csv
 from torchckpt.planning.order.schedule import Visit
 from torchckpt.planning.step.measured import measured_timeline
@@ -282,7 +282,7 @@ class Frames:
         self._segments = segments
         self._waiting: dict[Visit, list[Frame]] = {}
         self._sharded: dict[nn.Module, list[FSDPModule]] = {}  # by the module of a stage
-        self._used: dict[object, list[FSDPModule]] = {}  # by the module that a region calls
+        self._used: dict[tuple[nn.Module, object], list[FSDPModule]] = {}  # by that, and by the module of a region
 
     @contextmanager
     def gathered(self, visit: Visit, scope: Scope, choice: Choice | State) -> Iterator[None]:
@@ -301,11 +301,11 @@ class Frames:
         others."""
         if module not in self._sharded:
             self._sharded[module] = [child for child in module.modules() if isinstance(child, FSDPModule)]
-        sharded, frames = self._sharded[module], self._waiting.pop(visit, [])
+        frames = self._waiting.pop(visit, [])
         while frames:
             frame = frames.pop()
-            if sharded:
-                self._recompute_gathered(frame, sharded)
+            if self._sharded[module]:
+                self._recompute_gathered(frame, module)
             else:
                 frame.recompute()
 
@@ -316,14 +316,16 @@ class Frames:
     def clear(self) -> None:
         self._waiting.clear()
 
-    def _recompute_gathered(self, frame: Frame, sharded: Sequence[FSDPModule]) -> None:
+    def _recompute_gathered(self, frame: Frame, module: nn.Module) -> None:
         """Gather the parameters of the replay, as FSDP2 does at the region's backward, and replay. The backward then
-        finds the parameters gathered, and does not gather them again."""
-        called = module_of(frame.function)
-        if called not in self._used:
-            self._used[called] = [fsdp for fsdp in sharded if called is None or _is_in_line(fsdp, called)]
-        for module in self._used[called]:
-            module.unshard()
+        finds the parameters gathered, and does not gather them again. Of a region of a plain function, those of all of
+        the stage."""
+        sharded, called = self._sharded[module], module_of(uncompiled(frame.function))
+        key = module, called
+        if key not in self._used:
+            self._used[key] = [fsdp for fsdp in sharded if called is None or _is_in_line(fsdp, called)]
+        for used in self._used[key]:
+            used.unshard()
         with in_backward(sharded):
             frame.recompute()
 

@@ -33,6 +33,7 @@ __all__ = [
     "handing_over",
     "in_backward",
     "micro_batches_of",
+    "only_whole",
     "order_of",
     "raise_unless_supported",
     "sends_objects",
@@ -165,6 +166,16 @@ def freed_in_a_step(module: Module) -> list[str]:
     it is told so."""
     sharded = {name: child for name, child in module.named_modules() if isinstance(child, FSDPModule)}
     return [name for name, child in sharded.items() if "" not in sharded or _frees(child._get_fsdp_state(), not name)]
+
+
+def only_whole(module: Module) -> str:
+    """What torch does in whole backwards of ``module``, of a stage, and not in split ones; or nothing."""
+    for child in module.modules():
+        policy = child._get_fsdp_state()._mp_policy if isinstance(child, FSDPModule) else None
+        if policy is not None and policy.reduce_dtype not in (None, policy.param_dtype):
+            return "FSDP2 casts gradients to reduce_dtype before it adds them up"
+    hooked = any(parameter._post_accumulate_grad_hooks for parameter in module.parameters())
+    return "hooks of register_post_accumulate_grad_hook() run" if hooked else ""
 
 
 def _frees(state: Any, is_outermost: bool) -> bool:

@@ -55,6 +55,16 @@ def test_what_was_beside():
     assert (MEASURED.peaks(), MEASURED.least(STAGES)) == ([30], [15])
 
 
+@pytest.mark.parametrize("choice", [LATE, KEPT, EARLY], ids=["late", "kept", "early"])
+def test_a_rank_whose_bytes_were_not_counted_takes_its_activations(choice):
+    """As with compiled modules on a CPU: what the measured step held was taken off."""
+    beside = took(ORDER).beside(STAGES)
+    assert beside == {}
+    text = "0F0 0F1 0R0 0B0 0R1 0B1" if choice is EARLY else ORDER
+    step = step_of(actions(text), {(0, i): choice for i in range(2)})
+    assert peak_bytes(step, 0, beside) == step.peak_bytes[0]
+
+
 def test_gradients_that_were_there_count_from_the_first_action_that_makes_them_on():
     """100 of stage 0, and 1000 of stage 1: a split backward makes them in its second part."""
     order = {action: Level(10.0, 5.0, 7.0) for action in actions("0F0 1F0 1I0 1W0 0B0 0F1 1W1")}

@@ -55,9 +55,11 @@ class MeasuredStep:
         return [max(0.0, peak - counted) for peak, counted in zip(self.peaks(), self._step(stages).peak_bytes)]
 
     def beside(self, stages: Sequence[Stage]) -> dict[Action, ExtraMemory]:
-        """The extra memory of each action."""
+        """The extra memory of each action of the ranks whose bytes were counted."""
         step, extra = self._step(stages), {}
         for rank, order in enumerate(self.schedule.ranks):
+            if self.levels.keys().isdisjoint(order):
+                continue
             before = counted_left = 0.0
             is_in_pieces = any(self._level(action).pieces for action in order)
             places = places_of(order, stages, step.choice, ()) if is_in_pieces else [()] * len(order)
