@@ -29,6 +29,14 @@ def step(model, x):
     return taken, found
 
 
+def test_a_model_on_two_devices_is_told_that_the_budget_is_of_one(two_accelerators):
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8).to(device) for device in two_accelerators))
+    model[0].register_forward_hook(lambda module, inputs, output: output.to(two_accelerators[1]))
+    with torchckpt.checkpoint_layers(model, "*", budget="1MB"):
+        with pytest.warns(UserWarning, match="on several accelerators, and the budget is of the one that a step uses"):
+            model(torch.ones(4, 8, device=two_accelerators[0], requires_grad=True)).sum().backward()
+
+
 @pytest.mark.parametrize("seeds", [
     pytest.param(range(24), id="24"),
     *(pytest.param(range(at, at + 122), id=f"from {at}", marks=pytest.mark.slow) for at in range(24, 1000, 122)),

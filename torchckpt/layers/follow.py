@@ -58,6 +58,10 @@ _ON_META = (
     "the step is on meta, where nothing takes bytes, so there is no plan and every call is recomputed: move the model "
     "to a device first"
 )
+_ON_OTHERS = (
+    "the model is on several accelerators, and the budget is of the one that a step uses first: nothing counts or "
+    "limits what others take; Pipe(module, budget=...) has a budget for each device"
+)
 _UNSEEN = 2
 _NOT_SEEN = (
     "no call of a chosen layer was seen in the model's last calls, so there is no plan: compile its layers and not the "
@@ -208,6 +212,8 @@ class Steps:
             return None
         if model is None:
             return None
+        if any(weight.device.type == device.type and weight.device != device for weight in model.parameters()):
+            self._known.warn(_ON_OTHERS)
         looks = not any(is_compiled(module) or COMPILED in module.__dict__ for module in model.modules())
         return Counter(device, looks, model, inputs, self._settings.gathered)
 
