@@ -171,14 +171,21 @@ def freed_in_a_step(module: Module) -> list[str]:
 def only_whole(module: Module) -> str:
     """What torch does in whole backwards of ``module``, of a stage, and not in split ones; or nothing."""
     for child in module.modules():
-        policy = child._get_fsdp_state()._mp_policy if isinstance(child, FSDPModule) else None
-        if policy is not None and policy.reduce_dtype not in (None, policy.param_dtype):
-            return "FSDP2 casts gradients to reduce_dtype before it adds them up"
+        state: Any = child._get_fsdp_state() if isinstance(child, FSDPModule) else None
+        own = [each.sharded_param for group in _groups_of(state) for each in getattr(group, "fsdp_params", ())]
+        for parameter in own:
+            policy = state._mp_policy
+            computed = policy.param_dtype or parameter.dtype
+            if parameter.requires_grad and policy.reduce_dtype not in (None, computed):
+                return "FSDP2 casts gradients to reduce_dtype before it adds them up"
     hooked = any(parameter._post_accumulate_grad_hooks for parameter in module.parameters())
     return "hooks of register_post_accumulate_grad_hook() run" if hooked else ""
 
 
+def _groups_of(state: Any) -> list[Any]:
+    return getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]  # before 2.15
+
+
 def _frees(state: Any, is_outermost: bool) -> bool:
-    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]  # before 2.15
-    frees = any(getattr(group, "post_forward_mesh_info", None) is not None for group in groups)
+    frees = any(getattr(group, "post_forward_mesh_info", None) is not None for group in _groups_of(state))
     return frees and not (is_outermost and state._auto_reshard_after_forward)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from random import Random
 
 import pytest
@@ -9,11 +10,13 @@ import pytest
 from tests.planning.plan.published import AWAY, CASES
 from tests.planning.plan.random_pipelines import random_pipeline
 from tests.planning.plan.recount_moves import recount
-from torchckpt.planning import Block, Host, Stage, fixed, one_f_one_b, zbv
+from torchckpt.planning import Block, Host, Stage, fixed, gpipe, one_f_one_b, zbv
+from torchckpt.planning.order.schedules import named_schedule
 from torchckpt.planning.plan import plan_pipeline
 from torchckpt.planning.plan.away import Simulator, _away
 from torchckpt.planning.plan.away.rank import Gene, Habits
 from torchckpt.planning.plan.problem import problem_of
+from torchckpt.planning.plan.search.lane import BACKWARD
 
 
 def checked(plan):
@@ -112,3 +115,59 @@ def test_whatever_is_chosen_a_rank_keeps_to_its_budget(seed):
             step = problem.step(choices, schedule, moves)
             for peak, budget in zip(step.peak_bytes, problem.budget_bytes):
                 assert peak <= budget * (1 + 1e-9)
+
+
+def test_a_recompute_that_waits_for_a_copy_out_begins_no_sooner_by_an_error_of_rounding():
+    """3.35 + (7.55 - 3.35) < 7.55: what left then was still here."""
+    host = Host(1000, 1.0)
+    problem = problem_of(gpipe(1, 2), Stage((Block(boundary_bytes=0.125),) * 3), "100%", 0.0, host)
+    simulator = Simulator(problem, host)
+    (times,) = simulator.times(simulator.play(simulator.ideal(0)))
+    rank = simulator._rank(0, Gene([1, 1], [2, 2], Habits(), times, 100.0), math.inf)
+    for place in range(2):
+        rank(times.starts[place])
+    assert rank.dropped[0] == 2
+    rank.clock, rank.message, rank.leaving = 3.35, 20.0, deque([(7.55, 1.5, 1, 0)])
+    rank.bytes, rank.budget, rank.levels = 2.0, 2.25, [0.0] * len(rank.levels)
+    rank._fill(BACKWARD, 0)
+    assert (rank.bytes, rank.clock) == (2.25, 9.55)
+
+
+@pytest.mark.parametrize("seed", [26, 161, 188, 315])
+def test_whatever_is_chosen_the_search_counts_as_the_step_does(seed):
+    """Also where a recompute waits for copies out, and a copy back is issued, and (315) where a block moves nothing."""
+    random = Random(seed)
+    schedule = named_schedule(random.choice(("1f1b", "gpipe", "zero_bubble", "zbv")), random.choice((2, 3)), 4)
+    stages = [Stage(tuple(_random_block(random) for _ in range(random.choice((2, 4))))) for _ in range(schedule.stages)]
+    host = Host(1000, random.choice((0.25, 0.5, 1.1)), random.choice((0.5, 2.0)), random.random() < 0.3)
+    problem = problem_of(schedule, stages, "100%", random.choice((0.0, 1.0, 3.0)), host)
+    pairs = zip(problem.keep_all.peak_bytes, problem.least_bytes)
+    problem = problem.within([least + (most - least) * random.choice((0.05, 0.3)) for most, least in pairs])
+    simulator = Simulator(problem, host)
+    times = simulator.times(simulator.play(simulator.ideal(0)))
+    for _ in range(30):
+        genes = []
+        for works, of_rank in zip(simulator.works, times):
+            away = [random.randint(0, min(work.blocks, 2)) for work in works]
+            dropped = [random.randint(0, work.blocks - blocks) for work, blocks in zip(works, away)]
+            pending = random.choice((-1, 0, 9))
+            habits = Habits(random.choice((0.0, 8.0)), random.choice((0.0, math.inf)), pending=pending)
+            genes.append(Gene(away, dropped, habits, of_rank, max(of_rank.starts)))
+        if played := simulator.play(genes):
+            planned, choices, moves = _away(problem, played.ranks)
+            step = problem.step(choices, planned, moves)
+            assert step.seconds == pytest.approx(played.key[0], rel=1e-12)
+            assert all(peak <= budget * (1 + 1e-9) for peak, budget in zip(step.peak_bytes, problem.budget_bytes))
+            backs = [copy for copy in step.timeline.copies if copy.is_back]
+            came = [_came(problem.lanes[copy.rank], played.ranks[copy.rank], copy) for copy in backs]
+            assert came == pytest.approx([copy.end_seconds for copy in backs], rel=1e-12)
+
+
+def _came(lane, rank, copy):
+    return rank.back[lane.visits.index((copy.stage, copy.micro_batch)), copy.block]
+
+
+def _random_block(random):
+    saved = random.choice((0.5, 1.0, 1.1))
+    moved = random.choice((0.0, None, None))
+    return Block(*[random.choice((0.1, 0.5, 1.0)) for _ in range(4)], saved, 0.125 * saved, moved_bytes=moved)

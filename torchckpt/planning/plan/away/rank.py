@@ -195,7 +195,8 @@ class Rank:
     def _release(self, at: int) -> None:
         _, moved, visit, block = self.leaving.popleft()
         self.bytes -= moved
-        self.released.append((visit, block, len(self.order), at))
+        if moved:  # what takes no bytes is kept in the plan, so nothing comes behind it
+            self.released.append((visit, block, len(self.order), at))
 
     def _let_go(self, at: int, need: float, end: float, due: float) -> float:
         """Release what has left by ``due``; behind each release, :meth:`_issue`."""
@@ -230,7 +231,7 @@ class Rank:
                     self.levels[place] += moved if outlook.due[place] <= len(self.issued) else 0.0
                 self._take(visit, block, at)
             elif ahead <= -habits.overdue * unit and full < use and self._drop(at, full):
-                if lane.kinds[self.place] == FORWARD:
+                if lane.kinds[self.place] == FORWARD and len(self.starts) > self.place:  # which has begun
                     current = lane.visit_at[self.place]
                     need = self.works[current].need_bytes(at, self.away[current], self.dropped[current])
             else:
@@ -315,7 +316,7 @@ class Rank:
         """Do what can be done before the message arrives, and what has to be done to have room."""
         while True:
             idle = self.message - self.clock
-            if idle > 0.0 and self._recompute(idle):
+            if idle > 0.0 and self._recompute():
                 continue
             if not self.pending:
                 return
@@ -335,21 +336,22 @@ class Rank:
     def _weight(self) -> None:
         visit = self.pending.popleft()
         work = self.works[visit]
-        self._run(WEIGHT_GRAD, visit, 0, work.weight_seconds, 0.0)
+        self._run(WEIGHT_GRAD, visit, 0, self.clock, work.weight_seconds, 0.0)
         self.bytes -= work.full_bytes
         self.left_seconds -= work.weight_seconds
 
-    def _run(self, kind: int, visit: int, early: int, seconds: float, need: float) -> None:
-        """Run a recompute or weight gradients, for which there is room."""
-        if self.free[1] < self.clock + seconds >= self.quiet:
-            self._issue(0, need, self.clock + seconds)
-        self._let_go(0, need, self.clock + seconds, self.clock)
+    def _run(self, kind: int, visit: int, early: int, start: float, seconds: float, need: float) -> None:
+        """Run a recompute or weight gradients, for which there is room at ``start``."""
+        end = start + seconds
+        if self.free[1] < end >= self.quiet:
+            self._issue(0, need, end)
+        self._let_go(0, need, end, start)
         self.order.append((kind, visit, early))
         self.bytes += need
-        self.clock += seconds + self.drag
+        self.clock = end + self.drag
         self.drag = 0.0
 
-    def _recompute(self, idle: float) -> bool:
+    def _recompute(self) -> bool:
         """Replay the dropped blocks of one of the next visits, as many as there is time and room for. Where there is no
         room, wait for copies out."""
         lane, place, visits = self.lane, self.place, []
@@ -360,17 +362,18 @@ class Rank:
                 visits.append(visit)
                 if len(visits) == _LOOK:
                     break
-        wait = freed = 0.0
+        start, freed = self.clock, 0.0
         copies = iter(self.leaving)
-        while wait < idle and visits:
-            if any(self._recompute_visit(visit, idle - wait, wait, freed) for visit in visits):
+        while start < self.message and visits:
+            if any(self._recompute_visit(visit, start, freed) for visit in visits):
                 return True
             end, moved, _, _ = next(copies, (_LONG, 0.0, 0, 0))
-            wait, freed = max(0.0, end - self.clock), freed + moved
+            start, freed = max(self.clock, end), freed + moved
         return False
 
-    def _recompute_visit(self, visit: int, idle: float, wait: float, freed: float) -> bool:
-        """The same of one visit, after ``wait`` seconds, when so many bytes are free that leave now."""
+    def _recompute_visit(self, visit: int, start: float, freed: float) -> bool:
+        """The same of one visit, at ``start``, when so many bytes are free that leave now."""
+        idle = self.message - start
         work, first, use = self.works[visit], self.away[visit], self.lane.backward_place[visit]
         last, levels = first + self.dropped[visit], self.levels
         high = max([self.bytes - freed, *levels[self.place : use]])
@@ -380,9 +383,8 @@ class Rank:
             more = need + work.late_bytes(first, block - first) - work.late_bytes(first, last - first)
             if seconds > idle * (1 + _ROUNDING) or not need or max(high + need, levels[use] + more) > self.budget:
                 continue
-            self.clock += wait
             self.early[visit] = last - block
-            self._run(RECOMPUTE, visit, last - block, seconds, need)
+            self._run(RECOMPUTE, visit, last - block, start, seconds, need)
             for place in range(self.place, use):
                 levels[place] += need
             levels[use] += more
