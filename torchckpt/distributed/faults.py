@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from torchckpt.distributed.private import LiveStage, split_at
 from torchckpt.errors import Fault, RegionError, ScheduleError
 from torchckpt.modules import is_compiled
-from torchckpt.regions.flags import is_checkpointing
+from torchckpt.regions.core.scope import is_outermost
 from torchckpt.regions.private import hooks_in_force
 from torchckpt.regions.wrap.mixin import COMPILED
 from torchckpt.regions.wrap.module import is_checkpointed
@@ -48,7 +48,7 @@ def plain_regions_refused(stage: int, module: nn.Module) -> Iterator[None]:
     def look(child: nn.Module, _: Any) -> None:
         hooks = hooks_in_force(False)
         inside = hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
-        if inside and not named and not is_checkpointing():  # one inside of ours is ours to replay
+        if inside and not named and is_outermost():  # one inside of ours is ours to replay, or to keep
             named.append(f"{type(child).__name__} {names[child]!r}")
 
     with ExitStack() as stack:
