@@ -256,7 +256,7 @@ class RecomputeWithin(RecomputeAhead):
 
     def _begin_step(self) -> None:
         if not self._is_warned:  # of a hook that was put since
-            self._is_warned = warn_of_whole(self._stage_by_index.values(), self._plain_schedule, stacklevel=7)  # where the user calls step()
+            self._is_warned = warn_of_whole(self._stage_by_index.values(), self._plain_schedule, stacklevel=7)
         if not self._steps:
             self._agree()
         modules = {number: stage.submod for number, stage in self._stage_by_index.items()}
