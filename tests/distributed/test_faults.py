@@ -76,7 +76,8 @@ def test_stage_with_reentrant_regions_of_torch():
 
 
 @pytest.mark.usefixtures("alone")
-def test_regions_of_torch_inside_of_ours_are_ours_to_replay():
+@pytest.mark.parametrize("options", [{}, {"exempt": "none"}], ids=str)
+def test_regions_of_torch_inside_of_ours_are_ours_to_replay_or_to_keep(options):
     class Stage(nn.Module):
         def __init__(self, stage):
             super().__init__()
@@ -86,7 +87,7 @@ def test_regions_of_torch_inside_of_ours_are_ours_to_replay():
             return checkpoint(lambda x: checkpoint_of_torch(self.block, x, use_reentrant=False), x)
 
     stages = stages_of("ScheduleInterleaved1F1B", Stage)
-    schedule = recompute_ahead(schedule_on(stages, "ScheduleInterleaved1F1B", 4), exempt="none")
+    schedule = recompute_ahead(schedule_on(stages, "ScheduleInterleaved1F1B", 4), **options)
     assert len(step(schedule, stages, *batch(4))) == 5
 
 

@@ -23,7 +23,6 @@ from torchckpt.distributed.private import (
     finds_shapes,
     freed_in_a_step,
     micro_batches_of,
-    only_whole,
     order_of,
     sends_objects,
     stages_of,
@@ -155,8 +154,6 @@ def recompute_ahead(
     check((*_traced_faults(schedule, plain, kept), *(() if all_early else _split_faults(schedule, plain))))
     _warn_of_statistics(schedule)
     _warn_of_replicas(schedule, plain)
-    if is_planned:
-        _warn_of_whole(schedule, plain)
     if budget is not None:
         return RecomputeWithin(schedule, plain, budget, host)
     if plan is not None:
@@ -207,20 +204,6 @@ def _warn_of_replicas(live: Live, schedule: Schedule) -> None:
                 f"  received: {schedule.name}, and stage {stage.stage_index}\n"
                 "  works:    fully_shard(block, reshard_after_forward=False) and fully_shard(stage_module); or after a "
                 "step, for x in module.parameters(): dist.all_reduce(x.grad, group=replicas), and divide",
-                stacklevel=4,
-            )
-            return
-
-
-def _warn_of_whole(live: Live, schedule: Schedule) -> None:
-    """FSDP2 and hooks of parameters see no end of a split backward. Ends when they do."""
-    for stage in stages_of(live) if _splits(schedule) else ():
-        if what := only_whole(stage.submod):
-            warnings.warn(
-                "recompute_ahead: a plan may do whole backwards in place of split ones, and gradients differ: in whole "
-                f"ones alone, in torch, {what}\n"
-                f"  received: {schedule.name}, and stage {stage.stage_index}\n"
-                "  works:    a schedule with whole backwards, such as ScheduleInterleaved1F1B; or none of that",
                 stacklevel=4,
             )
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 import re
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from torchckpt.distributed.private import LiveStage, split_at
+from torchckpt.distributed.private import LiveStage, only_whole, split_at
 from torchckpt.errors import Fault, RegionError, ScheduleError
 from torchckpt.modules import is_compiled
-from torchckpt.regions.flags import is_checkpointing
+from torchckpt.planning import Kind, Schedule
+from torchckpt.regions.core.scope import is_outermost
 from torchckpt.regions.private import hooks_in_force
 from torchckpt.regions.wrap.mixin import COMPILED
 from torchckpt.regions.wrap.module import is_checkpointed
@@ -31,6 +32,7 @@ __all__ = [
     "raise_without_regions",
     "traced_faults",
     "warn_of_compiled_regions",
+    "warn_of_whole",
 ]
 
 _WORKS = "from torchckpt import checkpoint, for: from torch.utils.checkpoint import checkpoint"
@@ -48,7 +50,7 @@ def plain_regions_refused(stage: int, module: nn.Module) -> Iterator[None]:
     def look(child: nn.Module, _: Any) -> None:
         hooks = hooks_in_force(False)
         inside = hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
-        if inside and not named and not is_checkpointing():  # one inside of ours is ours to replay
+        if inside and not named and is_outermost():  # one inside of ours is ours to replay, or to keep
             named.append(f"{type(child).__name__} {names[child]!r}")
 
     with ExitStack() as stack:
@@ -212,6 +214,23 @@ class LeftOut:
             f"do in their place, give it\n  received: {received}\n  works:    {works}",
             stacklevel=3,
         )
+
+
+def warn_of_whole(stages: Iterable[LiveStage], schedule: Schedule, stacklevel: int) -> bool:
+    """Warn, and say so, where gradients of ``stages`` differ once a plan does whole backwards in place of split ones:
+    FSDP2 and hooks of parameters see no end of a split one. Ends when they do."""
+    is_split = any(action.kind is Kind.WEIGHT_GRAD for order in schedule.ranks for action in order)
+    for stage in stages if is_split else ():
+        if what := only_whole(stage.submod):
+            warnings.warn(
+                "recompute_ahead: a plan may do whole backwards in place of split ones, and gradients differ: in whole "
+                f"ones alone, in torch, {what}\n"
+                f"  received: {schedule.name}, and stage {stage.stage_index}\n"
+                "  works:    a schedule with whole backwards, such as ScheduleInterleaved1F1B; or none of that",
+                stacklevel=stacklevel,
+            )
+            return True
+    return False
 
 
 # a step that failed ---------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchckpt.distributed.ahead import SAME, RecomputeAhead
-from torchckpt.distributed.faults import raise_without_regions
+from torchckpt.distributed.faults import raise_without_regions, warn_of_whole
 from torchckpt.distributed.meeting import all_gather, check_the_same, none_failed, together
 from torchckpt.distributed.moving import AllMoved, Boundaries, Going
 from torchckpt.distributed.phases import FIRST_STEPS, Following, Measuring
@@ -82,6 +82,7 @@ class RecomputeWithin(RecomputeAhead):
         """By stage and region, the most bytes of a forward that is kept above those that it leaves."""
         super().__init__(live, plain, None, frozenset(), is_measuring=False)
         self._run(self._phase.order(FIRST_STEPS))
+        self._is_warned = warn_of_whole(self._stage_by_index.values(), plain, stacklevel=5)
 
     @property
     def plan(self) -> PipelinePlan | None:
@@ -254,6 +255,8 @@ class RecomputeWithin(RecomputeAhead):
     # steps ----------------------------------------------------------------------------------------------------------
 
     def _begin_step(self) -> None:
+        if not self._is_warned:  # of a hook that was put since
+            self._is_warned = warn_of_whole(self._stage_by_index.values(), self._plain_schedule, stacklevel=7)
         if not self._steps:
             self._agree()
         modules = {number: stage.submod for number, stage in self._stage_by_index.items()}

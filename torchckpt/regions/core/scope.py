@@ -11,7 +11,7 @@ from torchckpt.regions.core.options import Options
 from torchckpt.regions.flags import local
 from torchckpt.typing import Function
 
-__all__ = ["AroundRegion", "Keep", "Scope"]
+__all__ = ["AroundRegion", "Keep", "Scope", "is_outermost"]
 
 Keep: TypeAlias = "bool | Collection[int]"
 """Which regions run as plain calls and keep their activations: all (True), none (False), or the outermost regions with
@@ -99,3 +99,9 @@ class Scope:
             yield
         finally:
             local.thread.scope = before
+
+
+def is_outermost() -> bool:
+    """Whether a region that this thread enters now is inside of no other, be it kept."""
+    scope: Scope | None = local.thread.scope
+    return not local.thread.flags[0] if scope is None else scope.is_outermost
