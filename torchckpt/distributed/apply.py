@@ -16,7 +16,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.nn.parallel import DistributedDataParallel
 
 from torchckpt.distributed.ahead import RecomputeAhead
-from torchckpt.distributed.faults import GIVEN_SHAPES, traced_faults
+from torchckpt.distributed.faults import GIVEN_SHAPES, splits, traced_faults
 from torchckpt.distributed.phases import Plan, plan_for
 from torchckpt.distributed.private import (
     Live,
@@ -29,7 +29,7 @@ from torchckpt.distributed.private import (
 )
 from torchckpt.distributed.within import RecomputeWithin
 from torchckpt.errors import Fault, called, check, kind
-from torchckpt.planning import Kind, Schedule, ahead, from_csv, gpipe, one_f_one_b, quickest, with_recompute
+from torchckpt.planning import Schedule, ahead, from_csv, gpipe, one_f_one_b, quickest, with_recompute
 from torchckpt.planning.budget import Bytes
 from torchckpt.planning.order.schedule import Visit
 from torchckpt.planning.work.block import Links, Stages, per_boundary, per_stage
@@ -179,7 +179,7 @@ def _split_faults(live: Live, schedule: Schedule) -> Iterator[Fault]:
     """torch splits a backward by the nodes of parameters, in ``torch/distributed/pipelining/_backward.py`` (2.15).
     FSDP2 makes others where it gathers again, and gradients are lost or wrong. A replay before the backward has those
     of the backward. Ends when torch says so itself."""
-    for stage in stages_of(live) if _splits(schedule) else ():
+    for stage in stages_of(live) if splits(schedule) else ():
         freed = freed_in_a_step(stage.submod)
         if freed:
             yield Fault(
@@ -191,13 +191,9 @@ def _split_faults(live: Live, schedule: Schedule) -> Iterator[Fault]:
             )
 
 
-def _splits(schedule: Schedule) -> bool:
-    return any(action.kind is Kind.WEIGHT_GRAD for order in schedule.ranks for action in order)
-
-
 def _warn_of_replicas(live: Live, schedule: Schedule) -> None:
     """DDP hears of no backward that torch splits. Ends when it does."""
-    for stage in stages_of(live) if _splits(schedule) else ():
+    for stage in stages_of(live) if splits(schedule) else ():
         if any(isinstance(module, DistributedDataParallel) for module in stage.submod.modules()):
             warnings.warn(
                 "recompute_ahead: DistributedDataParallel does not reduce the gradients of split backwards\n"

@@ -30,6 +30,7 @@ __all__ = [
     "out_of_memory",
     "plain_regions_refused",
     "raise_without_regions",
+    "splits",
     "traced_faults",
     "warn_of_compiled_regions",
     "warn_of_whole",
@@ -216,11 +217,15 @@ class LeftOut:
         )
 
 
+def splits(schedule: Schedule) -> bool:
+    """Whether backwards are split."""
+    return any(action.kind is Kind.WEIGHT_GRAD for order in schedule.ranks for action in order)
+
+
 def warn_of_whole(stages: Iterable[LiveStage], schedule: Schedule, stacklevel: int) -> bool:
     """Warn, and say so, where gradients of ``stages`` differ once a plan does whole backwards in place of split ones:
     FSDP2 and hooks of parameters see no end of a split one. Ends when they do."""
-    is_split = any(action.kind is Kind.WEIGHT_GRAD for order in schedule.ranks for action in order)
-    for stage in stages if is_split else ():
+    for stage in stages if splits(schedule) else ():
         if what := only_whole(stage.submod):
             warnings.warn(
                 "recompute_ahead: a plan may do whole backwards in place of split ones, and gradients differ: in whole "

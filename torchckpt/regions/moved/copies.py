@@ -6,9 +6,9 @@
     before a piece is written again   back ─► out         [2] the copy that reads it has ended
     release                           out ─► compute      [3] the memory goes back to compute's pool, in its order
     issue                             compute ─► back     [4] the memory of the targets is free
-                                      out ─► back         [7] it is sent, also if another stream has waited for [3]
-    unpack                            back ─► compute     [5] it has come back
-    death, if nobody has unpacked it  back ─► compute     [6] nobody writes the memory, which goes back
+                                      out ─► back         [5] it is sent, also if another stream has waited for [3]
+    unpack                            back ─► compute     [6] it has come back
+    death, if nobody has unpacked it  back ─► compute     [7] nobody writes the memory, which goes back
 
 A tensor that is recorded on another stream (``record_stream``) is free whenever the host happens to ask, and a peak
 could not be planned. So only one is: what a backward reads on another stream than that of ``issue``. By [3] and [4],
@@ -84,7 +84,7 @@ class Bytes:
     def wait(self) -> None:
         """The current stream may read ``memory`` from now on."""
         current = self.copies.current()
-        self.copies.hold(current, self.came)  # [5]
+        self.copies.hold(current, self.came)  # [6]
         if current in self.streams:
             self.is_waited_for = True
         elif current is not None and self.is_back:
@@ -92,7 +92,7 @@ class Bytes:
 
     def __del__(self) -> None:
         for stream in () if self.is_waited_for else self.streams:
-            _wait(stream, self.came)  # [6]
+            _wait(stream, self.came)  # [7]
         self.stay()
 
 
@@ -173,7 +173,7 @@ class Copies:
         _wait(self.back, _mark(compute))  # [4]
         with on(self.back):
             for (each, piece), memory in zip(away, memories):
-                _wait(self.back, each.sent)  # [7]
+                _wait(self.back, each.sent)  # [5]
                 memory.copy_(piece.bytes[: each.size], non_blocking=True)
                 each.came, each.is_waited_for = _mark(self.back), False
                 each.memory, each.streams = memory, () if compute is None else (compute,)
