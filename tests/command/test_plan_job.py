@@ -9,6 +9,7 @@ import pytest
 from tests.command.lines import printed, refused
 from torchckpt.__main__ import main
 from torchckpt.planning.device import DEVICES
+from torchckpt.planning.plan import PipelinePlan
 
 JOB = ("plan", "--model", "llama3-70b", "--gpus", "64", "--device", "h100", "--global-batch", "256")
 SPLIT = ("--tp", "8", "--pp", "4", "--dp", "2", "--micro-batch", "1", "--sequence", "8192")
@@ -50,6 +51,9 @@ def test_options_reach_the_job(capsys):
 def test_what_is_recomputed_stands_below(capsys):
     text = printed(capsys, *JOB, *SPLIT, "--device-memory", "40GB")
     assert text.rstrip().endswith("kept; recomputed before the gradient arrives; inside the backward")
+    numbers = json.loads(printed(capsys, *JOB, *SPLIT, "--device-memory", "40GB", "--json"))
+    assert len(numbers["plan"]["stages"]) == 4
+    assert PipelinePlan.from_json(json.dumps(numbers["plan"])).recomputed_share == numbers["recomputed_share"]
 
 
 def test_a_host_beside_each_device(capsys):

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 import time
@@ -87,6 +88,7 @@ def _run(options: argparse.Namespace, host: Host | None) -> None:
         text, numbers = str(best), best.as_json()
         if best.pipeline is not None and (best.recomputed_share or best.away_share):
             text += f"\n\n{best.pipeline.by_stage()}"
+            numbers["plan"] = json.loads(best.pipeline.to_json())
     if options.svg is not None and best is not None:
         write(options.svg, drawn(best))
     if options.json:

@@ -197,7 +197,8 @@ def file_to_write(suffix: str) -> Callable[[str], Path]:
         path, works = Path(text), f"works: a file such as picture{suffix}, in a folder that is there"
         try:
             is_device = path.exists() and not path.is_file() and not path.is_dir()  # such as /dev/stdout
-        except OSError as error:  # its name is too long
+            path.resolve()
+        except OSError as error:  # its name is too long, or the current folder is gone
             raise argparse.ArgumentTypeError(f"cannot write {text}: {error.strerror}; {works}") from None
         reason = None
         if path.is_dir():
