@@ -2,11 +2,16 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from tests.command.lines import printed, refused
+from tests.scripts import ROOT
 from torchckpt.__main__ import main
 from torchckpt.planning.device import DEVICES
 from torchckpt.planning.plan import PipelinePlan
@@ -121,3 +126,15 @@ def test_a_schedule_of_one_stage_does_nothing(capsys, options):
     several = error.partition(", or with ")[2].split()
     assert "step " in printed(capsys, *call, *options, *several)
     assert printed(capsys, *call) == printed(capsys, *call, "--schedule", "1f1b", "--chunks", "1")
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "2>/dev/full"])
+def test_nothing_for_people_is_among_the_numbers(closed):
+    """Without standard error, ``print`` takes standard output for it; a full one ended the search."""
+    if closed.endswith("full") and not Path("/dev/full").exists():
+        pytest.skip("the system has no /dev/full")
+    words = " ".join((*JOB[:2], "llama3-8b", "--gpus", "2", *JOB[5:-1], "2", "--search", "--json"))
+    call = f"{shlex.quote(sys.executable)} -m torchckpt {words} {closed}"
+    done = subprocess.run(["sh", "-c", call], stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["whole"]

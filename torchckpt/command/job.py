@@ -4,11 +4,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 import time
 from dataclasses import fields, replace
 
-from torchckpt.command.shared import Unusable, count, given, line, say, say_json, size, write
+from torchckpt.command.shared import Unusable, count, given, line, say, say_json, size, tell, write
 from torchckpt.errors import ArgumentError, BudgetInfeasible
 from torchckpt.jobs import MODELS, Job, Layout, Machine, machine_named, model_named, plan_job, search_layouts
 from torchckpt.jobs.layout import RECOMPUTES, SOFTWARE, STATES
@@ -154,4 +153,4 @@ class _Progress:
     def __call__(self, done: int, of: int) -> None:
         if (now := time.monotonic()) >= self._next:
             self._next = now + 1
-            print(f"search: {done} of at most {of} layouts", file=sys.stderr, flush=True)
+            tell(f"search: {done} of at most {of} layouts")

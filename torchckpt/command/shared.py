@@ -21,7 +21,7 @@ from torchckpt.planning.order.schedules import NAMES, named_schedule
 __all__ = [
     "Parser", "Unusable", "add_command", "add_schedule", "amount", "check_apart", "comma_list", "count",
     "file_to_write", "given", "in_options", "line", "positive", "say", "say_json", "schedule_name", "schedule_of_csv",
-    "shape", "size", "state_bytes", "with_unit", "write",
+    "shape", "size", "state_bytes", "tell", "with_unit", "write",
 ]
 
 _LARGEST = 1e12
@@ -181,6 +181,15 @@ def say(text: str) -> None:
         if not isinstance(error, BrokenPipeError):
             works = "works: > a file on a disk with room"
             raise Unusable(f"cannot print the result: {error.strerror}; {works}") from None
+
+
+def tell(text: str) -> None:
+    """Print a line on standard error, if there is one that takes it; without one, ``print`` takes standard output."""
+    if sys.stderr is not None:
+        try:
+            print(text, file=sys.stderr, flush=True)
+        except OSError:
+            sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
 def write(path: Path, text: str) -> None:
