@@ -41,7 +41,7 @@ _STAYS = ("simulated", "planned", "pruned")
 _NO_ROOM = ("the state does not fit", "the activations do not fit")
 _ROUNDING = 1e-9
 _WORK = 2**15
-"""The forwards and backwards of the layouts that are planned block by block: a search takes no more than a minute."""
+"""The forwards and backwards of the layouts that are planned block by block, which takes no more than a minute."""
 _BESIDE_HOST = 5
 """The best layouts that are planned beside a host: of those, bounds say little, and take long."""
 
