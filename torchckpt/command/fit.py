@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from torchckpt.command.shared import (
@@ -112,6 +113,7 @@ def _numbers(plan: Plan) -> dict[str, Any]:
         "recompute_flops": plan.recompute_flops,
         "saved": plan.saved,
         "recomputed": plan.recomputed,
+        "modules": [asdict(row) for row in plan.modules],
     }
 
 
