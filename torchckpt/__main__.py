@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchckpt.command import balance, env, fit, memory, plan, simulate
-from torchckpt.command.shared import Parser, check_apart, in_options, line
+from torchckpt.command.shared import Parser, check_apart, in_options, line, tell
 from torchckpt.errors import CheckpointError
 from torchckpt.version import __version__
 
@@ -32,12 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _COMMANDS[options.command].run(options)
     except CheckpointError as error:
         text = in_options(line(error), of_model=getattr(options, "target", None) is not None)
-        print(f"{parser.prog} {options.command}: error: {text}", file=sys.stderr)
+        tell(f"{parser.prog} {options.command}: error: {text}")
         return 2
     except KeyboardInterrupt:
         if options.command == "memory":  # the script's, as of python
             raise
-        print(f"{parser.prog} {options.command}: interrupted", file=sys.stderr)
+        tell(f"{parser.prog} {options.command}: interrupted")
         return 130
     return 0
 

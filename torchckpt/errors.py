@@ -151,6 +151,19 @@ def brief(value: object) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
+def text_of(error: BaseException) -> str:
+    """The text of an error of the user's code, whose own ``__str__`` may fail."""
+    try:
+        return str(error)
+    except Exception as another:
+        return f"it has no text, as its __str__ raises {type(another).__name__}"
+
+
+def named(error: BaseException) -> str:
+    """The class and the text of an error of the user's code."""
+    return f"{type(error).__name__}: {text_of(error)}"
+
+
 def kind(value: object) -> str:
     """What ``value`` is, for a message: the name of its class, or "the class Linear" where it is a class itself."""
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__

@@ -164,8 +164,14 @@ def test_json_has_the_numbers_of_the_plan(capsys: pytest.CaptureFixture[str]) ->
     assert str(answer.pop("explain")).startswith("1:\n  tanh")
     assert list(answer) == [
         "peak_bytes", "budget_bytes", "lower_bound_bytes", "eager_peak_bytes", "recompute_share", "recompute_flops",
-        "saved", "recomputed",
+        "saved", "recomputed", "modules",
     ]
+    modules, names = answer["modules"], ("kept_bytes", "dropped_bytes", "recomputed_count", "recomputed_flops")
+    total = [sum(row[name] for row in modules) for name in names]
+    table = printed("my_model:mlp --budget 12kB", capsys).split("\n\n")[2].split("\n")
+    kept, dropped, repeats, flops = total
+    assert table[-1].split()[1:] == [f"{kept / 1e3:.4g}", f"{dropped / 1e3:.4g}", f"{repeats}", f"{flops / 1e3:.4g}"]
+    assert total[3] == answer["recompute_flops"]
     assert answer["lower_bound_bytes"] <= answer["peak_bytes"] <= answer["budget_bytes"] == 12_000
     assert answer["recomputed"] != []
     assert answer["recompute_share"] > 0

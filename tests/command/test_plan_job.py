@@ -2,13 +2,19 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from tests.command.lines import printed, refused
+from tests.scripts import ROOT
 from torchckpt.__main__ import main
 from torchckpt.planning.device import DEVICES
+from torchckpt.planning.plan import PipelinePlan
 
 JOB = ("plan", "--model", "llama3-70b", "--gpus", "64", "--device", "h100", "--global-batch", "256")
 SPLIT = ("--tp", "8", "--pp", "4", "--dp", "2", "--micro-batch", "1", "--sequence", "8192")
@@ -50,6 +56,9 @@ def test_options_reach_the_job(capsys):
 def test_what_is_recomputed_stands_below(capsys):
     text = printed(capsys, *JOB, *SPLIT, "--device-memory", "40GB")
     assert text.rstrip().endswith("kept; recomputed before the gradient arrives; inside the backward")
+    numbers = json.loads(printed(capsys, *JOB, *SPLIT, "--device-memory", "40GB", "--json"))
+    assert len(numbers["plan"]["stages"]) == 4
+    assert PipelinePlan.from_json(json.dumps(numbers["plan"])).recomputed_share == numbers["recomputed_share"]
 
 
 def test_a_host_beside_each_device(capsys):
@@ -117,3 +126,15 @@ def test_a_schedule_of_one_stage_does_nothing(capsys, options):
     several = error.partition(", or with ")[2].split()
     assert "step " in printed(capsys, *call, *options, *several)
     assert printed(capsys, *call) == printed(capsys, *call, "--schedule", "1f1b", "--chunks", "1")
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "2>/dev/full"])
+def test_nothing_for_people_is_among_the_numbers(closed):
+    """Without standard error, ``print`` takes standard output for it; a full one ended the search."""
+    if closed.endswith("full") and not Path("/dev/full").exists():
+        pytest.skip("the system has no /dev/full")
+    words = " ".join((*JOB[:2], "llama3-8b", "--gpus", "2", *JOB[5:-1], "2", "--search", "--json"))
+    call = f"{shlex.quote(sys.executable)} -m torchckpt {words} {closed}"
+    done = subprocess.run(["sh", "-c", call], stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["whole"]

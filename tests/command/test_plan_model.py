@@ -117,6 +117,26 @@ def test_what_does_not_fit_the_device_is_said_first(capsys, monkeypatch):
     assert "does_not_fit" not in json.loads(printed(capsys, *TINY, "--device", "a100", "--budget", "50%", "--json"))
 
 
+@pytest.mark.parametrize("target", [TINY[1:2], ("examples.plan_parallel:tiny", "--mesh", "dp=2,tp=2")])
+def test_json_has_the_costs_that_the_tables_show(target, capsys):
+    call = "plan", *target, *TINY[2:], "--budget", "50%"
+    tables = printed(capsys, *call).split("\n\n")
+    found = json.loads(printed(capsys, *call, "--json"))["costs"]
+    names, *rows = (row.split() for row in tables[1].split("\n"))
+    assert len(rows) == len(found["stages"]) > 1
+    for row, stage in zip(rows, found["stages"]):
+        assert row[1:3] == [str(stage["blocks"]), f"{stage['parameters'] / 1e9:.3g}"]
+        scales = dict.fromkeys(("forward", "backward"), 1e3) | {"TFLOPs": 1e-12}
+        cells = [cell for cell in row[4:] if cell not in ("ms", "GB")]
+        assert cells == [f"{stage[name.replace('TFLOPs', 'flops')] * scales.get(name, 1e-9):.4g}" for name in names[3:]]
+    stages = enumerate(found["stages"])
+    sharded = [[str(stage), over or "nothing"] for stage, each in stages for over in each["sharded"]]
+    if "--mesh" in target:
+        assert [row.split()[:2] for row in tables[3].split("\n")[1:]] == sharded
+        collectives = [row.split()[:2] for row in tables[4].split("\n")[1:]]
+        assert collectives == [[each["phase"], each["kind"]] for each in found["collectives"]]
+
+
 def test_memory_is_looked_at_before_anything_is_counted(capsys, monkeypatch):
     monkeypatch.setattr("torchckpt.costs.chain._each", None)
     assert "of which those of stage 0 take" in refused(capsys, *TINY, "--device-memory", "1kB")

@@ -72,6 +72,24 @@ def ends():
     return [Ends(8, 8)], torch.randn(4, 8)
 
 
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+def mute():
+    raise Mute
+
+
+class Mutes(nn.Linear):
+    def forward(self, x):
+        raise Mute
+
+
+def mutes():
+    return [Mutes(8, 8)], torch.randn(4, 8)
+
+
 def wide():
     return [nn.Linear(8, 8), nn.Linear(9, 9)], torch.randn(4, 8)
 """
@@ -119,6 +137,8 @@ BAD = [
     *((command, "fails", "cannot make my_model:fails: KeyError: 'mine'") for command in REST),
     *((command, "quits", "cannot make my_model:quits: it ends Python: SystemExit: 0") for command in REST),
     *((command, "ends", "cannot run my_model:ends: it ends Python: SystemExit: 0") for command in REST),
+    *((command, "mute", "Mute: it has no text, as its __str__ raises RuntimeError") for command in REST),
+    *((command, "mutes", "Mute: it has no text, as its __str__ raises RuntimeError") for command in REST),
     *((command, "gtp", "cannot make my_model:gtp: my_model has no gtp; works: my_model:gpt") for command in REST),
     *((command, "nowhere:f", "cannot make nowhere:f: ModuleNotFoundError: No module named") for command in REST),
     *((command, "my_model.py:f", "received: my_model.py:f; works: my_model:f") for command in REST),
@@ -198,3 +218,12 @@ def test_a_plan_of_a_model_has_units_and_no_number_of_stages(text, expected):
 
 def test_files_that_are_not_the_same_may_be_written_together(tmp_path):
     check_apart(argparse.Namespace(svg=tmp_path / "a.svg", frontier=tmp_path / "b.svg", trace=None))
+
+
+def test_a_file_in_a_folder_that_is_gone_is_refused(tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    call = "simulate", "--schedule", "1f1b", "--stages", "2", "--microbatches", "2", "--svg"
+    assert "argument --svg: cannot write a.svg: No such file or directory" in refused(capsys, *call, "a.svg")
+    assert printed(capsys, *call, str(tmp_path / "a.svg"))

@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.fsdp import fully_shard
 
 from examples import plan_llama, plan_parallel
 from torchckpt.costs import fake_mesh, pipeline_costs
-from torchckpt.jobs import MACHINES, Job, Layout, Software, memory_of, model_named
+from torchckpt.jobs import MACHINES, Job, Layout, Model, Software, memory_of, model_named
 from torchckpt.jobs.layer import LayerWork, saved_of
 
 SIZE = plan_llama.Size(4, 64, 8, 4, 224, 256, 32, rows=2, stages=1)
@@ -68,6 +70,63 @@ def test_both_ways_give_the_same_costs(both):
     assert sum(part.work.static_bytes for part in counted.parts) == memory.static + angles
     assert counted.static == (memory.weights + angles, memory.gradients, memory.optimizer)
     assert [counted.parameters] == [sum(held) / job.layout.dp for held in job.rank_parameters]
+
+
+class Experts(nn.Module):
+    """Eight experts, two for each token, over the ranks of a group; as many tokens come to each."""
+
+    group = None
+
+    def __init__(self, size: plan_llama.Size) -> None:
+        super().__init__()
+        self.router = nn.Linear(size.width, 8, bias=False)
+        self.first = nn.Parameter(torch.randn(8 // self.group.size(), size.width, 2 * size.hidden))
+        self.last = nn.Parameter(torch.randn(8 // self.group.size(), size.hidden, size.width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        scores, chosen = self.router(tokens).softmax(-1).topk(2, -1)
+        order = chosen.flatten().argsort() // 2
+        here = self.told(tokens[order]).view(len(self.first), -1, x.shape[-1])
+        done = torch.bmm(SwiGLU.apply(*torch.bmm(here, self.first).chunk(2, -1)), self.last)
+        found = self.told(done.flatten(0, 1)) * scores.flatten()[:, None]
+        return torch.zeros_like(tokens).index_add(0, order, found).view(x.shape)
+
+    def told(self, rows: Tensor) -> Tensor:
+        splits = [len(rows) // self.group.size()] * self.group.size()
+        return all_to_all_single_autograd(rows, splits, splits, self.group)
+
+
+def spread(stage: nn.Module, mesh) -> nn.Module:
+    """By FSDP2, but for the experts."""
+    held = {weight for block in stage.blocks for weight in (block.feed_forward.first, block.feed_forward.last)}
+    for block in stage.blocks:
+        fully_shard(block, mesh=mesh["dp"], ignored_params=held)
+    return fully_shard(stage, mesh=mesh["dp"], ignored_params=held)
+
+
+def test_both_ways_give_the_same_costs_of_experts(monkeypatch):
+    monkeypatch.setattr(plan_llama, "FeedForward", Experts)
+    monkeypatch.setattr(plan_parallel, "parallelize", spread)
+    with fake_mesh(dp=4, tp=1) as mesh:
+        monkeypatch.setattr(Experts, "group", mesh["dp"].get_group())
+        counted = pipeline_costs(lambda: plan_parallel.made(SIZE, mesh), "h100", dtype="bf16").counted[0]
+    model = Model("", **SIZES, experts=8, active=2, expert_ffn=SIZE.hidden)
+    layout = Layout(
+        gpus=4, dp=4, ep=4, micro_batch=SIZE.rows, global_batch=16 * SIZE.rows, sequence=SIZE.tokens,
+        recompute="full", state="fsdp2", software=BF16,
+    )  # fmt: skip
+    job, block = Job(model, layout, MACHINES["h100"]), counted.blocks[1]
+    own = [each._replace(dimension="ep") if each.kind == "all_to_all" else each for each in block.collectives]
+    assert sorted(own) == sorted(job.collectives)
+    assert block.forward_flops == job.work[False].flops + 2 * TOKENS * SIZE.tokens * SIZE.width
+    assert block.work.boundary_bytes == job.work[False].saved.boundary
+    routing = TOKENS * (8 * 2 + 2 * 8 + 2 * 8 + 2 * 2)  # probabilities, two times indices, scores
+    found = 2 * TOKENS * 2 * 2 * SIZE.width  # what index_add and the product before it save
+    assert block.work.saved_bytes == job.work[False].saved.whole + 2 * 4 * TOKENS + GENERATOR + routing + found
+    (memory,) = memory_of(job)
+    angles = 2 * 2 * SIZE.tokens * SIZE.head
+    assert counted.static == (memory.weights + angles, memory.gradients, memory.optimizer)
 
 
 @pytest.mark.parametrize(("device", "dp", "tp"), [("h100", 2, 8), ("h100", 16, 1), ("a100", 2, 8)])

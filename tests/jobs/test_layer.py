@@ -90,6 +90,55 @@ def test_collectives_of_experts_and_of_context_parallel():
     )
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective", "full", "planned"])
+def test_a_replay_passes_keys_and_values_around_again(recompute):
+    ring = {each.phase: each.count for each in work(cp=4, recompute=recompute).collectives}
+    again = {"replay": 1} if recompute in ("full", "planned") else {}
+    assert ring == {"forward": 1, "backward": 2, **again}
+
+
+def test_a_head_of_keys_and_values_is_whole_on_each_rank():
+    """With fewer heads than ranks all gather what the product makes (Megatron), and each keeps a head."""
+    model = replace(LLAMA, kv_heads=1)
+    split, layout = LLAMA.query_width + 2 * 128, Layout(sequence=2048, tp=8)
+    each = saved_of(model, layout).whole - 2048 * (8 * 4096 + 2 * 2 * 4096 + 6 * 14336 + 4 * 32) / 8
+    assert each == 2048 * 2 * 2 * 128
+    eight = saved_of(LLAMA, layout), work(tp=8, cp=2).collectives[-1], work(tp=8).elementwise
+    one = saved_of(model, layout), work(model, tp=8, cp=2).collectives[-1], work(model, tp=8).elementwise
+    assert eight == one
+    gathers = set(work(model, tp=8).collectives) - set(work(tp=8).collectives)
+    assert gathers == {
+        Collective("all_gather", 2 * 2048 * split, 8, "tp", "forward"),
+        Collective("reduce_scatter", 2 * 2048 * split, 8, "tp", "backward"),
+    }
+
+
+def test_tokens_come_to_experts_as_they_lie_on_the_rank():
+    """What arrives is gathered over the ranks of an expert; where these are one, only attention gathers."""
+    model, size = MODELS["mixtral-8x7b"], 2 * 2048 * 4096
+
+    def told(model=model, phase="forward", **changes):
+        layer = LayerWork(model, Layout(**{"sequence": 2048, "tp": 8, **changes}), H100, dense=False)
+        return {(each.kind, each.bytes, each.ranks): each.count for each in layer.collectives if each.phase == phase}
+
+    both = {("all_gather", size, 8): 2, ("reduce_scatter", size, 8): 2}
+    once = dict.fromkeys(both, 1)
+    assert told() == both
+    assert told(ep=8) == once | {("all_to_all", size * 2 // 8, 8): 2}
+    assert told(ep=8, phase="backward") == told(ep=8) | {("all_gather", size, 8): 2}
+    assert told(replace(model, shared=1), ep=8) == both | {("all_to_all", size * 2 // 8, 8): 2}
+    four = {("all_gather", size * 2 // 2, 4): 1, ("reduce_scatter", size * 2 // 2, 4): 1}
+    assert told(ep=2) == once | four | {("all_to_all", size * 2 // 8, 2): 2}
+
+
+def test_each_rank_of_an_expert_keeps_all_of_its_tokens():
+    model = MODELS["mixtral-8x7b"]
+    bytes_by_split = [saved_of(model, Layout(sequence=2048, tp=8, ep=ep), dense=False).whole for ep in (8, 2, 1)]
+    one, four, eight = bytes_by_split
+    routed = 2048 * 2 * 2 * 4096 / 8
+    assert (four - one, eight - one) == (3 * routed, 7 * routed)
+
+
 def test_products_reach_less_when_they_are_small_or_skinny():
     def rate(*sizes):
         return Product(*sizes).flops / H100.product(Product(*sizes)) / H100.peak

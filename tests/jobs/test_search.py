@@ -80,6 +80,14 @@ def test_the_bound_is_below_each_step_and_equal_without_a_pipeline(everything):
         assert plan.job.layout.pp > 1 or least == pytest.approx(plan.step_seconds, rel=1e-9)
 
 
+def test_the_bound_of_layers_of_which_a_share_is_recomputed():
+    base = Layout(gpus=8, global_batch=16, recompute="full", recomputed_share=0.4)
+    outcomes = search_layouts(MODEL, H100, base, "200GB", fixed=("recompute",)).outcomes
+    steps = [(each.least_seconds, each.step_seconds) for each in outcomes if each.step_seconds is not None]
+    assert steps
+    assert all(least <= step * (1 + 1e-9) for least, step in steps)
+
+
 def test_experts_are_spread():
     model = replace(MODELS["mixtral-8x7b"], layers=4)
     found = search_layouts(model, H100, BASE)

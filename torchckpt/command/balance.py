@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchckpt.command.shared import Parser, Unusable, add_command, count, line, say, say_json, shape
 from torchckpt.command.target import CONTRACT, Target, layers_at, running
-from torchckpt.errors import ArgumentError
+from torchckpt.errors import ArgumentError, named
 
 if TYPE_CHECKING:
     from torchckpt.pipe import Balance
@@ -71,7 +71,7 @@ def _balance(target: Target, options: argparse.Namespace) -> Balance:
         raise Unusable(f"cannot balance {options.module}: {reason}") from error
     except Exception as error:  # of the user's code
         what = "its example" if options.input is None else "these inputs"
-        raise Unusable(f"{options.module} does not run on {what}: {type(error).__name__}: {error}") from error
+        raise Unusable(f"{options.module} does not run on {what}: {named(error)}") from error
 
 
 def _inputs(target: Target, options: argparse.Namespace) -> tuple[Any, ...]:

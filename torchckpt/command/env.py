@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchckpt.command.shared import Parser, add_command, say
+from torchckpt.errors import named
 from torchckpt.features import FEATURES, TESTED
 from torchckpt.version import __version__
 
@@ -39,7 +40,7 @@ def _facts() -> Iterator[tuple[str, str]]:
     try:
         import torch
     except Exception as error:  # also of a library that torch loads
-        yield "torch", f"none: {type(error).__name__}: {error}"
+        yield "torch", f"none: {named(error)}"
         yield "no", "all but plans, schedules and errors: pip install 'torch>=2.11'"
         return
     yield "torch", f"{torch.__version__}; tested: {', '.join(TESTED)}"
@@ -65,4 +66,4 @@ def _devices(torch: Any) -> Iterator[str]:
         dist = torch.distributed
         yield from filter(dist.is_backend_available, ("gloo", "nccl", "xccl", "mpi") if dist.is_available() else ())
     except Exception as error:  # such as of a driver
-        yield f"and {type(error).__name__}: {error}"
+        yield f"and {named(error)}"

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from torchckpt.command.shared import (
@@ -17,7 +18,7 @@ from torchckpt.command.shared import (
     write,
 )
 from torchckpt.command.target import CONTRACT, model_at, running
-from torchckpt.errors import CheckpointError
+from torchckpt.errors import CheckpointError, named
 from torchckpt.planning.budget import Budget, check_budget
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def _planned(model: Any, inputs: tuple[Any, ...], options: argparse.Namespace) -
     except CheckpointError:
         raise
     except Exception as error:  # of the user's code
-        raise Unusable(f"{options.module} does not run on its example: {type(error).__name__}: {error}") from error
+        raise Unusable(f"{options.module} does not run on its example: {named(error)}") from error
     others = {"this plan": [(plan.peak_bytes, plan.recompute_share)]}
     return plan, curve.draw(others=others, title=f"Memory and recomputation: {options.module}")
 
@@ -112,6 +113,7 @@ def _numbers(plan: Plan) -> dict[str, Any]:
         "recompute_flops": plan.recompute_flops,
         "saved": plan.saved,
         "recomputed": plan.recomputed,
+        "modules": [asdict(row) for row in plan.modules],
     }
 
 

@@ -2,12 +2,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
-import sys
 import time
 from dataclasses import fields, replace
 
-from torchckpt.command.shared import Unusable, count, given, line, say, say_json, size, write
+from torchckpt.command.shared import Unusable, count, given, line, say, say_json, size, tell, write
 from torchckpt.errors import ArgumentError, BudgetInfeasible
 from torchckpt.jobs import MODELS, Job, Layout, Machine, machine_named, model_named, plan_job, search_layouts
 from torchckpt.jobs.layout import RECOMPUTES, SOFTWARE, STATES
@@ -87,6 +87,7 @@ def _run(options: argparse.Namespace, host: Host | None) -> None:
         text, numbers = str(best), best.as_json()
         if best.pipeline is not None and (best.recomputed_share or best.away_share):
             text += f"\n\n{best.pipeline.by_stage()}"
+            numbers["plan"] = json.loads(best.pipeline.to_json())
     if options.svg is not None and best is not None:
         write(options.svg, drawn(best))
     if options.json:
@@ -152,4 +153,4 @@ class _Progress:
     def __call__(self, done: int, of: int) -> None:
         if (now := time.monotonic()) >= self._next:
             self._next = now + 1
-            print(f"search: {done} of at most {of} layouts", file=sys.stderr, flush=True)
+            tell(f"search: {done} of at most {of} layouts")

@@ -136,7 +136,8 @@ def run(options: argparse.Namespace) -> None:
         write(options.svg, plan.draw())
     over = _over_device(plan, options)
     if options.json:
-        say_json({**_as_json(plan, compared), **({"does_not_fit": over} if over else {})})
+        counted = {} if costs is None else {"costs": costs.as_json()}
+        say_json({**_as_json(plan, compared), **counted, **({"does_not_fit": over} if over else {})})
         return
     say("\n\n".join(str(part) for part in (over, costs, compared, plan) if part))
 

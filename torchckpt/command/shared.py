@@ -21,7 +21,7 @@ from torchckpt.planning.order.schedules import NAMES, named_schedule
 __all__ = [
     "Parser", "Unusable", "add_command", "add_schedule", "amount", "check_apart", "comma_list", "count",
     "file_to_write", "given", "in_options", "line", "positive", "say", "say_json", "schedule_name", "schedule_of_csv",
-    "shape", "size", "state_bytes", "with_unit", "write",
+    "shape", "size", "state_bytes", "tell", "with_unit", "write",
 ]
 
 _LARGEST = 1e12
@@ -183,6 +183,15 @@ def say(text: str) -> None:
             raise Unusable(f"cannot print the result: {error.strerror}; {works}") from None
 
 
+def tell(text: str) -> None:
+    """Print a line on standard error, if there is one that takes it; without one, ``print`` takes standard output."""
+    if sys.stderr is not None:
+        try:
+            print(text, file=sys.stderr, flush=True)
+        except OSError:
+            sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+
 def write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
@@ -197,7 +206,8 @@ def file_to_write(suffix: str) -> Callable[[str], Path]:
         path, works = Path(text), f"works: a file such as picture{suffix}, in a folder that is there"
         try:
             is_device = path.exists() and not path.is_file() and not path.is_dir()  # such as /dev/stdout
-        except OSError as error:  # its name is too long
+            path.resolve()
+        except OSError as error:  # its name is too long, or the current folder is gone
             raise argparse.ArgumentTypeError(f"cannot write {text}: {error.strerror}; {works}") from None
         reason = None
         if path.is_dir():

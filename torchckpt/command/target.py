@@ -30,6 +30,7 @@ from operator import attrgetter
 from typing import Any
 
 from torchckpt.command.shared import Unusable
+from torchckpt.errors import named
 
 __all__ = ["CONTRACT", "Target", "built", "layers_at", "model_at", "running", "stages_at"]
 
@@ -144,7 +145,7 @@ def running(place: str) -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
-        raise Unusable(f"cannot run {place}: it ends Python: SystemExit: {error}") from error
+        raise Unusable(f"cannot run {place}: it ends Python: {named(error)}") from error
     finally:
         log.disabled = was_disabled
 
@@ -201,4 +202,4 @@ def _unfit(
 
 def _unmade(place: str, error: BaseException) -> Unusable:
     ends = "it ends Python: " if isinstance(error, SystemExit) else ""
-    return Unusable(f"cannot make {place}: {ends}{type(error).__name__}: {error}")
+    return Unusable(f"cannot make {place}: {ends}{named(error)}")

@@ -18,7 +18,7 @@ from torchckpt.costs.operation import kernels_of
 from torchckpt.costs.parts import RegionSeen, repeated_children
 from torchckpt.costs.private import VALUES_ASKED, is_unallocated, sharded_kind, unallocated
 from torchckpt.costs.profile import Spent, profiled
-from torchckpt.errors import ArgumentError, CheckpointError, Fault
+from torchckpt.errors import ArgumentError, CheckpointError, Fault, named
 from torchckpt.regions.flags import state_lock
 from torchckpt.tensors import tensors_in
 
@@ -244,7 +244,7 @@ def _kind(value: Any) -> str:
 
 
 def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return " ".join(named(error).split())[:300]
 
 
 def _refuse(rule: str, received: str, error: Exception | None = None, works: str = _WORKS) -> NoReturn:

@@ -22,11 +22,11 @@ from torchckpt.costs.mesh import Layout, layout_around
 from torchckpt.costs.operation import KERNELS, Ledger
 from torchckpt.costs.pace import Pace, pace_of
 from torchckpt.costs.profile import device_here, with_seconds
-from torchckpt.errors import CheckpointError, Fault, called, check, raise_fault
+from torchckpt.errors import CheckpointError, Fault, called, check, raise_fault, text_of
 from torchckpt.planning.device import Device, device_named
 from torchckpt.planning.draw.units import aligned
 from torchckpt.planning.work.block import Block, Link, Stage, fixed, is_amount, is_number
-from torchckpt.planning.work.collective import HEADS
+from torchckpt.planning.work.collective import HEADS, Collective
 
 __all__ = ["EFFICIENCY", "PipelineCosts", "pipeline_costs"]
 
@@ -63,19 +63,15 @@ class PipelineCosts:
         heads = ("stage", "blocks", "parameters", "forward", "backward", "TFLOPs", "moved", "saved", "boundary")
         gathers = any(counted.gathered_bytes for counted in self.counted)
         rows = [(*heads, *Static._fields, *(["gathered"] if gathers else []))]
-        for index, (stage, counts) in enumerate(zip(self.stages, self.counted)):
-            flops = sum(part.forward_flops + part.backward_flops for part in counts.parts)
-            moved = sum(part.forward_moved_bytes + part.backward_moved_bytes for part in counts.parts)
-            boundary = sum(block.boundary_bytes for block in stage.blocks)
-            held = [*counts.static, counts.gathered_bytes][: len(rows[0]) - len(heads)]
+        for index, numbers in enumerate(self._numbers()):
+            blocks, parameters, forward, backward, flops, *sizes = numbers.values()
             rows.append((
                 str(index),
-                str(len(stage.blocks)),
-                f"{counts.parameters / 1e9:.3g} G",
-                f"{stage.forward_seconds * 1e3:.4g} ms",
-                f"{(stage.input_grad_seconds + stage.weight_grad_seconds) * 1e3:.4g} ms",
+                str(blocks),
+                f"{parameters / 1e9:.3g} G",
+                *(f"{seconds * 1e3:.4g} ms" for seconds in (forward, backward)),
                 f"{flops / 1e12:.4g}",
-                *(f"{size / 1e9:.4g} GB" for size in (moved, stage.saved_bytes, boundary, *held)),
+                *(f"{size / 1e9:.4g} GB" for size in sizes[: len(rows[0]) - 6]),
             ))
         seconds = "by kind and size of operation" if self.efficiency is None else f"{self.efficiency:.0%} of its peak"
         seconds = f"seconds of this {self.profiled_on}" if self.profiled_on else seconds
@@ -85,6 +81,35 @@ class PipelineCosts:
         gathered = "; gathered: what FSDP2 has whole at once" if gathers else ""
         tables = f"{self._sharded()}{self._collectives()}"
         return f"{head}; of one micro-batch:\n\n{aligned(rows)}\n\noptimizer: {state}{gathered}{tables}"
+
+    def as_json(self) -> dict[str, object]:
+        """The numbers of its text, for a file."""
+        sharded = [{over: held._asdict() for over, held in counted.sharded.items()} for counted in self.counted]
+        return {
+            "device": self.device.name,
+            "efficiency": self.efficiency,
+            "profiled_on": self.profiled_on or None,
+            "link_bytes_per_second": self.link.bandwidth,
+            "optimizer_bytes": self.optimizer_bytes,
+            "stages": [{**numbers, "sharded": over} for numbers, over in zip(self._numbers(), sharded)],
+            "collectives": [each._asdict() for each in self._most_collectives],
+        }
+
+    def _numbers(self) -> Iterator[dict[str, float]]:
+        """Those of each stage, in the order of the table."""
+        for stage, counts in zip(self.stages, self.counted):
+            yield {
+                "blocks": len(stage.blocks),
+                "parameters": counts.parameters,
+                "forward": stage.forward_seconds,
+                "backward": stage.input_grad_seconds + stage.weight_grad_seconds,
+                "flops": sum(part.forward_flops + part.backward_flops for part in counts.parts),
+                "moved": sum(part.forward_moved_bytes + part.backward_moved_bytes for part in counts.parts),
+                "saved": stage.saved_bytes,
+                "boundary": sum(block.boundary_bytes for block in stage.blocks),
+                **counts.static._asdict(),
+                "gathered": counts.gathered_bytes,
+            }
 
     def _sharded(self) -> str:
         """What is sharded over which dimensions of the mesh, as a table; empty where nothing is."""
@@ -96,11 +121,15 @@ class PipelineCosts:
         is_sharded = any(over for counted in self.counted for over in counted.sharded)
         return f"\n\n{aligned([('stage', 'sharded over', *Static._fields), *rows])}" if is_sharded else ""
 
+    @property
+    def _most_collectives(self) -> tuple[Collective, ...]:
+        """Those of the first block that has most. The first of a stage may have no gradient to pass on, and FSDP2 then
+        reduces its own after the backward."""
+        return max((part.collectives for counted in self.counted for part in counted.blocks), key=len, default=())
+
     def _collectives(self) -> str:
-        """The collectives of the first block that has most, as a table. The first of a stage may have no gradient to
-        pass on, and FSDP2 then reduces its own after the backward."""
-        blocks = [part.collectives for counted in self.counted for part in counted.blocks]
-        rows = [each.cells for each in max(blocks, key=len, default=())]
+        """The collectives of a block, as a table."""
+        rows = [each.cells for each in self._most_collectives]
         return f"\n\n{aligned([HEADS, *rows])}" if rows else ""
 
 
@@ -189,7 +218,7 @@ def _named() -> Iterator[None]:
         if cause is not None and any(frame.f_code is made for frame, _ in walk_tb(cause.__traceback__)):
             rule = "DistributedDataParallel sends parameters to other ranks, and they have no values there"
             raise_fault(Fault(rule, "DistributedDataParallel(), or replicate()", "the plain module; or fully_shard()"))
-        if "aten._pin_memory" in str(cause):
+        if cause is not None and "aten._pin_memory" in text_of(cause):
             rule = "memory is pinned where tensors have none"
             works = "tensors that are not pinned; of fully_shard() CPUOffloadPolicy(pin_memory=False)"
             raise_fault(Fault(rule, "pin_memory(), or CPUOffloadPolicy()", works))

@@ -200,10 +200,14 @@ class Job:
             return {}
         choices: dict[Visit, Choice] = {}
         for stage, layers in enumerate(self.layers):
-            count = round(len(layers) * self.layout.recomputed_share)
+            count = self.recomputed_layers(stage)
             choice = Choice(kept=tuple(range(count, len(layers))), late=tuple(range(count)))
             choices |= {(stage, i): choice for i in range(self.schedule.micro_batches)}
         return choices
+
+    def recomputed_layers(self, stage: int) -> int:
+        """How many layers of a stage ``full`` recomputes, from its first."""
+        return round(len(self.layers[stage]) * self.layout.recomputed_share)
 
     @cached_property
     def step(self) -> Step:

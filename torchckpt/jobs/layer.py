@@ -82,7 +82,8 @@ class LayerWork:
         model, width, eager = self.model, self.model.width(self.dense), self.layout.software.kernels == "eager"
         if not model.gated:
             return (22 if self.layout.software.dropout else 24 if eager else 16), 4 * width
-        rotated = model.query_width + model.kv_width
+        tp = self.layout.tp
+        rotated = model.query_width + tp * model.kv_share(tp)
         if eager:
             return 84, 10 * width + 20 * rotated
         return (22 if self.layout.software.dropout else 16), 6 * width + 8 * rotated
@@ -94,34 +95,44 @@ class LayerWork:
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """All of the layer, but those of FSDP2."""
-        ring = self._ring, self._ring._replace(phase="backward", count=2)
-        regathers = self.layout.sequence_parallel and self.layout.software.regathers  # beside a product: nobody waits
-        backward = [
-            each._replace(count=2 * each.count) if regathers and each.kind == "all_gather" else each
-            for each in self._backward
-        ]
-        parts = (*self._forward, *backward, *self._again, *ring)
+        ring = [self._ring, self._ring._replace(phase="backward", count=2)]
+        ring += [self._ring._replace(phase="replay")] * (self.layout.recompute in ("full", "planned"))
+        first, *others = self._backward
+        if self.layout.sequence_parallel and self.layout.software.regathers:  # beside a product: nobody waits
+            first = first._replace(count=2 * first.count)
+        parts = (*self._forward, first, *others, *self._again, *ring)
         return tuple(each for each in parts if each.ranks > 1 and each.count)
 
     @cached_property
     def _forward(self) -> tuple[Collective, ...]:
         """Those of the forward that a rank waits for. With sequence parallel each all-reduce is an all-gather and a
-        reduce-scatter."""
-        layout, size = self.layout, 2 * self.layout.tokens * self.model.hidden
-        experts = Collective(
-            "all_to_all", size * self.model.active // layout.tp, 1 if self.dense else layout.ep, "ep", "forward", 2
-        )
-        kinds = ("all_gather", "reduce_scatter") if layout.sequence_parallel else ("all_reduce",)
-        return (experts, *(Collective(kind, size, layout.tp, "tp", "forward", 2) for kind in kinds))
+        reduce-scatter. Keys and values of fewer heads than ranks are gathered with the queries. Tokens that are sent to
+        experts are as they lie on the rank (Megatron), and the ranks of an expert gather what comes."""
+        layout, model, size = self.layout, self.model, 2 * self.layout.tokens * self.model.hidden
+        parts = []
+        if layout.tp * model.head_size > model.kv_width:
+            wide = 2 * layout.tokens * (model.query_width + 2 * model.kv_width)
+            parts.append(Collective("all_gather", wide, layout.tp, "tp", "forward"))
+        kinds, count = ("all_gather", "reduce_scatter") if layout.sequence_parallel else ("all_reduce",), 2
+        if not self.dense and layout.ep > 1:
+            sent = size * model.active // layout.tp
+            parts.append(Collective("all_to_all", sent, layout.ep, "ep", "forward", 2))
+            if layout.sequence_parallel:
+                parts += [Collective(kind, sent * layout.etp, layout.etp, "tp", "forward") for kind in kinds]
+                count -= layout.software.regathers and not model.shared
+        return (*parts, *(Collective(kind, size, layout.tp, "tp", "forward", count) for kind in kinds))
 
     @cached_property
     def _backward(self) -> tuple[Collective, ...]:
-        """As many, and the gradients of norms, of which each rank has a share of the tokens."""
+        """Those of the forward the other way round, and the gradients of norms, of which each rank has a share of the
+        tokens."""
         layout, model = self.layout, self.model
         sums = layout.state == "fsdp2" and layout.sequence_parallel and not layout.software.regathers
         count = (2 if model.gated else 4) * sums
         norms = Collective("all_reduce", 2 * model.hidden, layout.tp, "tp", "backward", count)
-        return (*(each._replace(phase="backward") for each in self._forward), norms)
+        other = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
+        turned = (each._replace(kind=other.get(each.kind, each.kind), phase="backward") for each in self._forward[::-1])
+        return (*turned, norms)
 
     @cached_property
     def _again(self) -> tuple[Collective, ...]:
@@ -135,7 +146,7 @@ class LayerWork:
     def _ring(self) -> Collective:
         """The keys and values of a sequence."""
         layout = self.layout
-        passed = layout.micro_batch * layout.sequence * 4 * self.model.kv_width // layout.tp
+        passed = round(layout.micro_batch * layout.sequence * 4 * self.model.kv_share(layout.tp))
         return Collective("all_gather", passed, layout.cp, "cp", "forward")
 
     def _seconds(self, *collectives: Collective) -> float:
@@ -258,11 +269,11 @@ def saved_of(model: Model, layout: Layout, dense: bool = True) -> Saved:
     eager, flash = software.kernels == "eager", software.attention != "unfused"
     split = 1 / tp if layout.sequence_parallel else 1.0
     gathered = 0.0 if software.regathers else 4 * (1 - split)  # what the products after both norms read
-    query, keys, width = model.query_width, model.kv_width, model.width(dense)
+    query, keys, width = model.query_width, tp * model.kv_share(tp), model.width(dense)
     norms = (16 if eager else 8) + (0 if not software.dropout else 1 if flash else 2)
     first = (4 if model.gated else 2) * width
     second = (4 if model.gated and eager else 2) * width
-    routed = 0 if dense else 2 * model.active * hidden
+    routed = 0 if dense else 2 * model.active * hidden * layout.etp  # each rank of an expert has all of its tokens
     scores = 4 * model.heads if flash else 5 * model.heads * layout.sequence
     inside = 2 * (query + 2 * keys) + 2 * query + first + second + routed + scores
     whole = layout.tokens * (hidden * (norms * split + gathered) + inside / tp)

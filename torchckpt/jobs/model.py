@@ -82,6 +82,10 @@ class Model:
         """The width of the keys, and of the values."""
         return (self.kv_heads or self.heads) * self.head_size
 
+    def kv_share(self, tp: int) -> float:
+        """The width of the keys on each of ``tp`` ranks: at least that of a head, which is not split."""
+        return max(self.kv_width / tp, self.head_size)
+
     @property
     def has_biases(self) -> bool:
         return not self.gated if self.biases is None else self.biases

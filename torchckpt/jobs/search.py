@@ -41,7 +41,7 @@ _STAYS = ("simulated", "planned", "pruned")
 _NO_ROOM = ("the state does not fit", "the activations do not fit")
 _ROUNDING = 1e-9
 _WORK = 2**15
-"""The forwards and backwards of the layouts that are planned block by block: a search takes no more than a minute."""
+"""The forwards and backwards of the layouts that are planned block by block, which takes no more than a minute."""
 _BESIDE_HOST = 5
 """The best layouts that are planned beside a host: of those, bounds say little, and take long."""
 
@@ -224,9 +224,10 @@ def _bounded(
 def _least_seconds(job: Job) -> float:
     """The work of the rank that has most: no schedule makes a step shorter."""
     work = [0.0] * job.layout.pp
-    for stage, rank in zip(job.stages, job.layout.placement):
-        again = stage.recompute_seconds if job.layout.recompute == "full" else 0.0
-        work[rank] += stage.forward_seconds + stage.input_grad_seconds + stage.weight_grad_seconds + again
+    for index, (stage, rank) in enumerate(zip(job.stages, job.layout.placement)):
+        work[rank] += stage.forward_seconds + stage.input_grad_seconds + stage.weight_grad_seconds
+        if job.layout.recompute == "full":
+            work[rank] += sum(block.recompute_seconds for block in stage.blocks[: job.recomputed_layers(index)])
     return job.layout.micro_batches * max(work) + job.once_seconds
 
 

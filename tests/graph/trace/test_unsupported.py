@@ -174,6 +174,24 @@ def test_error_of_the_model_on_its_example_passes():
     assert not isinstance(caught.value, CheckpointError)
 
 
+class Mute(Exception):
+    def __str__(self):
+        raise NotImplementedError("no text")
+
+
+@pytest.mark.parametrize("error", [AssertionError(), Mute()])
+def test_error_without_a_text_passes(error):
+    class Fails(nn.Linear):
+        def forward(self, x):
+            raise error
+
+    with pytest.raises(type(error)) as caught:
+        graph.rematerialize(Fails(6, 6), torch.ones(2, 6))
+    assert caught.value is error
+    with pytest.raises(ArgumentError, match=r"rematerialize\(model, \*example"):
+        graph.rematerialize(Fails(6, 6), (torch.ones(2, 6),))
+
+
 class Draws(nn.Module):
     def __init__(self, draw):
         super().__init__()

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, fx
 
-from torchckpt.errors import CheckpointError
+from torchckpt.errors import CheckpointError, text_of
 from torchckpt.graph.private.layouts import eager_layouts
 
 __all__ = [
@@ -52,7 +52,7 @@ def _is_of_tracing(error: BaseException | None) -> bool:
     """
     if error is None or isinstance(error, (CheckpointError, MemoryError, torch.OutOfMemoryError)):
         return False
-    if type(error).__module__.startswith(_TRACERS) or any(part in str(error) for part in _NO_DATA):
+    if type(error).__module__.startswith(_TRACERS) or any(part in text_of(error) for part in _NO_DATA):
         return True
     files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
     if any("_subclasses" in file for file in files):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from torchckpt.errors import named, text_of
 from torchckpt.graph.private.runtime import (
     allocations,
     branches_of,
@@ -159,9 +160,9 @@ class Measure:
                 with without_modes(), without_autocast(), torch.no_grad(), torch.random.fork_rng():
                     runs += self._runs_on(node, whole)
             except Exception as error:  # made-up numbers may be invalid arguments
-                if "Profiler is already enabled" in str(error):  # torch allows one profiler at a time
+                if "Profiler is already enabled" in text_of(error):  # torch allows one profiler at a time
                     return Cost()
-                refused = refused or f"{type(error).__name__}: {error}".splitlines()[0]
+                refused = refused or named(error).splitlines()[0]
         if runs:
             return max(runs, key=lambda run: run.workspace_bytes)._replace(
                 seconds=max(run.seconds for run in runs),

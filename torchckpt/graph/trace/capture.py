@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import CaptureError, Fault
+from torchckpt.errors import CaptureError, Fault, text_of
 from torchckpt.features import GRAPH
 from torchckpt.graph.annotations import Tracing
 from torchckpt.graph.private.dynamo import compile_lock
@@ -205,19 +205,20 @@ def explained() -> Iterator[None]:
         if is_data_dependent(error):
             _raise("the call depends on the values of its tensors, and a graph cannot", error,
                    "torch.where() in place of if; or rematerialize() around the parts before and after it")
-        if "derivative" in str(error) or "autograd formula" in str(error):
+        text = text_of(error)
+        if "derivative" in text or "autograd formula" in text:
             _raise("an operation between an input and the loss has no derivative", error,
                    "torch.library.register_autograd(), or y.detach() where no gradient is wanted")
-        if "view input mutations" in str(error):
+        if "view input mutations" in text:
             _raise("an input lies in a buffer that the call changes", error,
                    "x = x.clone() before the call")
-        if "requires grad is being used in an in-place operation" in str(error):
+        if "requires grad is being used in an in-place operation" in text:
             _raise("the call changes an input in place, so it cannot be differentiated", error,
                    "x = x + 1 in place of x.add_(1); or x = x.clone() first")
-        if "convert all Tensors to FakeTensors" in str(error):
+        if "convert all Tensors to FakeTensors" in text:
             _raise("the call reads a tensor that is no input, parameter or buffer", error,
                    "self.register_buffer(\"mask\", mask, persistent=False) in place of self.mask = mask")
-        if any(kind in str(error) for kind in ("FakeTensor", "FunctionalTensor", "tensor subclasses")):
+        if any(kind in text for kind in ("FakeTensor", "FunctionalTensor", "tensor subclasses")):
             _raise("the call asks for the data of a tensor, and tensors of a trace have none", error,
                    "operations of torch in place of .numpy(); or torch.library.custom_op() around what needs the data")
         if any("_higher_order_ops" in frame.filename for frame in traceback.extract_tb(error.__traceback__)):
@@ -227,7 +228,8 @@ def explained() -> Iterator[None]:
 
 
 def _raise(rule: str, error: Exception, works: str) -> NoReturn:
-    received = f"{str(error).splitlines()[0]} {_place_of(error)}".strip()
+    first = text_of(error).partition("\n")[0]
+    received = f"{first} {_place_of(error)}".strip()
     raise CaptureError(str(Fault(rule, received, works))) from error
 
 

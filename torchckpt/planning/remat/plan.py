@@ -15,7 +15,7 @@ from torchckpt.planning.figures import Drawn
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Operation, repeats
 from torchckpt.planning.remat.flow.memory import Memory, lower_bound_bytes, simulate
 from torchckpt.planning.remat.plan_svg import draw_plan
-from torchckpt.planning.remat.table import page, plan_rows, table
+from torchckpt.planning.remat.table import Row, page, plan_rows, table
 
 __all__ = ["Plan"]
 
@@ -162,11 +162,15 @@ class Plan(Drawn):
         plan.memory  # noqa: B018  # there is one if the schedule is one
         return plan
 
+    @property
+    def modules(self) -> list[Row]:
+        """What is saved, dropped and recomputed of each module."""
+        return plan_rows(self.flow, self.schedule, [path or "(root)" for path in self.paths])
+
     def __str__(self) -> str:
-        rows = plan_rows(self.flow, self.schedule, [path or "(root)" for path in self.paths])
         budget = {} if self.budget_bytes is None else {"budget": self.budget_bytes}
         amounts = {"eager peak": self.eager_peak_bytes, "lower bound": self.lower_bound}
-        return table(rows, {"peak": self.peak_bytes, **budget, **amounts}, self.recompute_share)
+        return table(self.modules, {"peak": self.peak_bytes, **budget, **amounts}, self.recompute_share)
 
     def __repr__(self) -> str:
         of_memory, share = units_of_bytes(self.eager_peak_bytes).of_memory, self.recompute_share
