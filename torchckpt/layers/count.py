@@ -234,7 +234,7 @@ class Counter:
             self._inner[call] = Inner(sum(dead.values()), sum(going), cached, unsaved)
 
     def _let_go(self) -> None:
-        """Before a replay: a loss that read what is inside of calls, as attentions, lets go of it; kept calls do not."""
+        """Before a replay: a loss that reads what is inside of calls (attentions) lets go of it, kept calls do not."""
         for call, read in self._read.items():
             gone = [storage for storage in read if storage.expired()]
             more = sum(map(read.pop, gone))
