@@ -1,8 +1,8 @@
 """Tensors: those in arguments and outputs, the autograd nodes behind them, and the FLOPs of a call with them."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -113,20 +113,21 @@ def _sees_operators(cls: type[Tensor]) -> bool:
     return cls.__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
-def hides_tensors(leaf: object, depth: int = 3) -> bool:
+def hides_tensors(leaf: object, depth: int = 4) -> bool:
     """Whether ``leaf`` of a tree is an object that holds tensors where torch's pytree does not look."""
-    if isinstance(leaf, Tensor):
-        return depth < 3
-    if depth == 0 or isinstance(leaf, (nn.Module, type, str, bytes, int, float)) or leaf is None:
+    kind = type(leaf)  # not isinstance(): proxies answer anything
+    if issubclass(kind, Tensor):
+        return depth < 4
+    if depth == 0 or issubclass(kind, (nn.Module, type, str, bytes, int, float)) or leaf is None:
         return False
     inside: Iterable[object] = ()
-    if isinstance(leaf, Mapping):
-        inside = leaf.values()
-    elif isinstance(leaf, (Sequence, Set)):
-        inside = leaf
-    elif hasattr(leaf, "__dict__"):
+    if issubclass(kind, dict):
+        inside = cast("dict[Any, object]", leaf).values()
+    elif issubclass(kind, (list, tuple, set, frozenset)):
+        inside = cast("Iterable[object]", leaf)
+    elif kind.__dictoffset__:
         inside = vars(leaf).values()
-    return any(hides_tensors(value, depth - 1) for value in inside)
+    return any(hides_tensors(value, depth - 1) for value in list(inside))
 
 
 def nodes_behind(

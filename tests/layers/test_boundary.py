@@ -6,9 +6,11 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
 
 from tests.halves import ROWS, SIZE, Rows, wide
-from torchckpt import checkpoint_layers
+from tests.layers.models import Model
+from torchckpt import checkpoint_layers, is_recomputing
 from torchckpt.errors import BudgetInfeasible
 from torchckpt.testing import peak_bytes
 
@@ -52,3 +54,36 @@ def test_never_less_is_planned_than_taken(between, holds, seed):
         except BudgetInfeasible:
             continue
         assert measured <= planned
+
+
+class Looked(nn.Module):
+    """A block of which a hook takes what is inside, as transformers does with ``output_attentions=True``."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.soft, self.down, self.drop = nn.Linear(64, 64), nn.Softmax(-1), nn.Linear(64, 64), nn.Dropout(0.1)
+
+    def forward(self, x):
+        return x + self.down(self.drop(self.soft(self.up(x))))
+
+
+@pytest.mark.parametrize("budget", ["70%", "85%"])
+def test_what_a_loss_reads_of_the_inside_of_a_layer(budget):
+    """It holds it until its own backward, and a kept call until the call's."""
+    model = Model([Looked() for _ in range(6)], 64)
+    taken = []
+    for layer in model.layers:
+        layer.soft.register_forward_hook(lambda *of: None if is_recomputing() else taken.append(of[2]))
+    handle = checkpoint_layers(model, "layers.*", budget=budget)
+    x = torch.randn(256, 64)
+    for _ in range(4):
+        loss = model(x).square().mean()
+        loss += sum(each.square().mean() for each in taken)
+        taken.clear()
+        loss.backward()
+        del loss
+        model.zero_grad()
+    plan = handle.plan
+    assert 0 < len(plan.kept) < 6
+    assert plan.measured_peak_bytes <= plan.peak_bytes <= plan.budget_bytes
+    assert plan.measured_peak_bytes >= 0.94 * plan.peak_bytes

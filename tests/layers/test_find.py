@@ -138,6 +138,27 @@ def test_what_is_of_the_same_class_in_other_lists():
     assert repeated(model) == ["0.0", "0.1", "0.2", "0.3", "1.0", "1.1", "2.0"]
 
 
+class Other(Wide):
+    pass
+
+
+def test_a_list_of_two_kinds_of_layers():
+    """As in Jamba, where every eighth layer has attention. Where most are of other classes, they are no layers."""
+    layers = [Other(8, 8) if at == 2 else Wide(8, 8 * (1 + at % 2)) for at in range(6)]
+    assert repeated(Model(layers, 8)) == [f"layers.{at}" for at in range(6)]
+    parts = nn.ModuleList([Model([Wide(8, 8) for _ in range(3)], 8), Experts(), Other(8, 8), Other(8, 8)])
+    inside = [*(f"0.layers.{at}" for at in range(3)), *(f"1.experts.{at}" for at in range(8))]
+    assert sorted(repeated(parts)) == [*inside, "2", "3"]
+
+
+def test_a_tower_with_fewer_layers():
+    """As of a model of text with one of pictures. A pair of heads does not count beside nine layers."""
+    text, pictures = Model([Wide(8, 8) for _ in range(9)], 8), Model([Other(8, 8) for _ in range(4)], 8)
+    heads = nn.ModuleList(nn.Sequential(nn.Linear(8, 8)) for _ in range(2))
+    names = repeated(nn.ModuleDict({"text": text, "pictures": pictures, "heads": heads}))
+    assert names == [*(f"text.layers.{at}" for at in range(9)), *(f"pictures.layers.{at}" for at in range(4))]
+
+
 def test_blocks_of_one_class_and_no_common_shape():
     """As in DenseNet, where each block has more inputs than the one before."""
     model = nn.ModuleDict({f"block{at}": Wide(8 * at, 8) for at in range(1, 4)})

@@ -97,6 +97,10 @@ class Counter:
         self._going: set[Any] = set()
         """Those that a region could send to a host."""
         self._inner: dict[int, Inner] = {}
+        self._returned: set[Any] = set()
+        """The storages that calls have returned."""
+        self._read: dict[int, dict[Any, int]] = {}
+        """By call, what it has saved and neither got nor returned, and others held when the backward began."""
         self._lasting: set[Any] = set()
         """What calls have saved that others held when the last one returned, as autocast holds the weights it casts."""
         self._late = 0
@@ -157,6 +161,7 @@ class Counter:
         tensors, noted = tensors_in(outputs), self._noted.get(call, {})
         sizes = storages_of(tensors)
         self._going.difference_update(sizes)
+        self._returned.update(sizes)
         if not (self._is_blind or self._communicates_last):
             self._outputs[call] = sum(sizes[key] for key in sizes.keys() - self._inputs.claimed)
         if self._is_blind or self._inner:
@@ -170,6 +175,7 @@ class Counter:
         """A context around the replay of a call, which fills ``frame.recomputed``. It shows what a forward takes that
         holds what it saves, so it runs to its end; but a tail that communicates would wait for other ranks."""
         self._settle()
+        self._let_go()
         self._in_backward()
         self._note(Kind.REPLAY, call)
         if call in self._outputs:
@@ -220,10 +226,19 @@ class Counter:
         self._watch.before, saved = None, set().union(*self._noted.values())
         for call in [call for call in self._noted if call not in self._inner]:
             dead = {storage: size for storage, size in self._noted[call].items() if storage.expired()}
+            own = self._noted[call].keys() - dead.keys() - self._inputs.claimed - self._returned
+            self._read[call] = {storage: self._noted[call][storage] for storage in own}
             going = (size for storage, size in dead.items() if storage in self._going)
             cached = {storage: size for storage, size in dead.items() if storage in self._lasting}
             unsaved = self._inputs.unsaved_bytes(call, saved)
             self._inner[call] = Inner(sum(dead.values()), sum(going), cached, unsaved)
+
+    def _let_go(self) -> None:
+        """Before a replay: a loss that reads what is inside of calls (attentions) lets go of it, kept calls do not."""
+        for call, read in self._read.items():
+            gone = [storage for storage in read if storage.expired()]
+            more = sum(map(read.pop, gone))
+            self._inner[call] = self._inner[call]._replace(size=self._inner[call].size + more)
 
     def _freed(self) -> None:
         """Before an operator that is in no call: note where others have let go of what calls have saved."""

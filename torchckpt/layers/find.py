@@ -22,9 +22,10 @@ def repeated(model: nn.Module) -> list[str]:
 
     Modules are alike if they have one class, and parameters of the same shapes; where no two are, if they have one
     class. Those that have no modules inside, and a class that is none of torch's, count where there are no others. A
-    list with two such modules counts with all of its modules of that class, and nothing inside of these is
-    looked at. Of several lists, those count that hold the same class as the longest, or are at least half as long; and
-    what is of their classes in any other list, unless the class is torch's.
+    list with two such modules counts with all of its modules of that class, and with the others where these are fewer,
+    as in models with two kinds of layers. Nothing inside of these is looked at. Of several lists, those count that hold
+    the same class as the longest, or are at least a quarter as long; and what is of their classes in any other list,
+    unless the class is torch's.
 
     Raises:
         ArgumentError: there are none.
@@ -44,7 +45,7 @@ def repeated(model: nn.Module) -> list[str]:
         raise_fault(Fault("no repeated blocks were found: say which layers", f"{received}{others}", works))
     longest = max(groups, key=len)
     first = {type(block) for block in longest.values()}
-    taken = [group for group in groups if len(group) * 2 >= len(longest) or first & set(map(type, group.values()))]
+    taken = [group for group in groups if len(group) * 4 >= len(longest) or first & set(map(type, group.values()))]
     blocks = {path: block for group in taken for path, block in group.items()}
     classes = {type(block) for block in blocks.values() if _is_own(block)}
     names: list[str] = []
@@ -55,13 +56,15 @@ def repeated(model: nn.Module) -> list[str]:
 
 
 def _groups(lists: Iterable[_Blocks], like: Callable[[nn.Module], Any]) -> list[_Blocks]:
-    """Of each list, the blocks of the class of which it has most alike, if two are; none is inside of another."""
+    """Of each list, the blocks of the class of which it has most alike, if two are, and the others where these are
+    fewer; none is inside of another."""
     groups: list[_Blocks] = []
     for listed in lists:
         counts = Counter(map(like, listed.values()))
         best = max(listed.values(), key=lambda block: counts[like(block)])
         if counts[like(best)] > 1 and not any(_is_inside(next(iter(listed)), group) for group in groups):
-            groups.append({path: block for path, block in listed.items() if type(block) is type(best)})
+            of_class = {path: block for path, block in listed.items() if type(block) is type(best)}
+            groups.append(listed if len(of_class) * 2 > len(listed) else of_class)
     return groups
 
 

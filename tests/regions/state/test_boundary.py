@@ -7,6 +7,7 @@ from torch import nn
 
 from tests.helpers import assert_program_transparent, by_hand, leaf, plain, prefetched
 from torchckpt import checkpoint
+from torchckpt.errors import RecomputationError
 
 CALLS = pytest.mark.parametrize("call", [checkpoint, by_hand, prefetched], ids=lambda call: call.__name__)
 
@@ -191,3 +192,42 @@ def test_an_inference_tensor_of_a_subclass_is_one_in_the_replay(call, cls):
         given = torch.rand(4).as_subclass(cls)
     call(function, leaf(4), given).sum().backward()
     assert seen == [(torch.Tensor, cls)] * 2
+
+
+class Ring:
+    """A cache that is full: what comes in moves what is oldest out, and all shapes stay."""
+
+    def __init__(self, depth=0):
+        self.held = [torch.ones(2, 4) for _ in range(3)]
+        for _ in range(depth):
+            self.held = {"one": self.held}
+
+    def push(self, x):
+        self.inner().append(x)
+        return torch.stack([self.inner().pop(0), *self.inner()])
+
+    def inner(self):
+        held = self.held
+        while isinstance(held, dict):
+            held = held["one"]
+        return held
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_full_cache_that_the_replay_fills_again_is_noticed(depth):
+    ring, x = Ring(depth), torch.randn(2, 4, requires_grad=True)
+    y = checkpoint(lambda x, cache: (cache.push(x * 2) * x).sin(), x, ring)
+    with pytest.raises(RecomputationError, match="did not save what its forward saved"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("check", ["default", "none"])
+def test_an_object_with_tensors_that_is_only_read(check):
+    ring, x = Ring(), torch.randn(2, 4, requires_grad=True)
+
+    def read(x, cache):
+        return (torch.stack(cache.held) * x).sin()
+
+    (plain,) = torch.autograd.grad(read(x, ring).sum(), x)
+    checkpoint(read, x, ring, determinism_check=check).sum().backward()
+    assert torch.equal(x.grad, plain)

@@ -75,6 +75,10 @@ class Call:
         self._noted = Noted()
         self._ran: Mapping[nn.Module, Any] | None = None  # until the forward has ended
 
+    def has_hidden_tensors(self) -> bool:
+        """Whether an argument is an object of the user's that holds tensors, which no replay finds as they were."""
+        return self._boundary.spec is not None and self._boundary.hides_tensors()
+
     def forward(
         self,
         args: tuple[Any, ...],

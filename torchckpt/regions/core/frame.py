@@ -68,7 +68,7 @@ class Frame:
         self.checks = options.determinism_check != "none"
         """Whether the replay is compared with the forward."""
         self._by_values = options.determinism_check == "values"
-        """Whether the user asked that values are compared."""
+        """Whether values are compared, also where the replay compiles nothing."""
         self._values = self._by_values
         """Whether slots have checksums."""
         of_all = settings_of_torch["_checkpoint_debug_enabled"]
@@ -98,6 +98,8 @@ class Frame:
         call = self._call = Call(function, args, kwargs, self._options)
         if self.checks and not (call.is_alone or is_settled(function) or dispatch_modes_are_active()):
             self._values = True  # the replay may compile code, which then saves other tensors
+        if self.checks and call.has_hidden_tensors():
+            self._by_values = self._values = True  # the function may change them, as one that fills a cache does
         self._compilations = compilations.total or (DYNAMO in sys.modules and compilations.look())
         last = newest_node() if self._slot is PlacedSlot else 0
         outputs = call.forward(args, kwargs, self.ambient, self._pack, self._unpack, self._values)
