@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import (
@@ -28,6 +29,7 @@ __all__ = [
     "TorchDispatchMode",
     "TorchKind",
     "TorchRuntime",
+    "drop_handed",
     "finds_shapes",
     "freed_in_a_step",
     "handing_over",
@@ -110,11 +112,31 @@ def handing_over(stages: Mapping[int, LiveStage]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for stage in stages.values():
-            for receive in chain(*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
-                if hasattr(receive, "take_buffer") and receive.source in stages:
-                    receive.buffer = None
+        for receive in (*_handed(stages, "args"), *_handed(stages, "grad")):
+            if hasattr(receive, "take_buffer"):
+                receive.buffer = None
         raise
+
+
+def drop_handed(stages: Mapping[int, LiveStage]) -> None:
+    """Drop what stages of this rank handed to each other in the step before.
+
+    Before 2.15 torch holds it until the next is handed over (``torch/distributed/pipelining/stage.py``): so a step
+    would free what was there before it, where a plan does not know of it. Gradients have others in their place, in
+    which torch writes zeros for one that is missing. Ends with 2.14.
+    """
+    for receive in _handed(stages, "args"):
+        receive.buffer = None if receive.buffer is None else receive.buffer.new_empty(0)
+    for receive in _handed(stages, "grad"):
+        receive.buffer = None if receive.buffer is None else torch.empty_like(receive.buffer)
+
+
+def _handed(stages: Mapping[int, LiveStage], what: str) -> Iterator[Any]:
+    """What torch has of each of the ``"args"`` or gradients that ``stages`` of this rank hand to each other."""
+    for stage in stages.values():
+        for receive in chain(*getattr(stage, f"{what}_recv_info").values()):
+            if getattr(receive, "source", None) in stages:
+                yield receive
 
 
 def split_at(stage: LiveStage, micro_batch: int, losses: Sequence[Any]) -> tuple[list[Any], list[Any]]:

@@ -29,7 +29,7 @@ from torchckpt.distributed.faults import raise_without_regions, warn_of_whole
 from torchckpt.distributed.meeting import all_gather, check_the_same, none_failed, together
 from torchckpt.distributed.moving import AllMoved, Boundaries, Going
 from torchckpt.distributed.phases import FIRST_STEPS, Following, Measuring
-from torchckpt.distributed.private import Live
+from torchckpt.distributed.private import Live, drop_handed
 from torchckpt.distributed.record import Gathered
 from torchckpt.errors import CheckpointError, ScheduleError, without_traceback
 from torchckpt.measuring.link import MeasuredLink, measured_link
@@ -156,6 +156,7 @@ class RecomputeWithin(RecomputeAhead):
     def reaches(self, action: str) -> None:
         if self._live_bytes is not None and self._last_action is None:
             # After eval(), torch makes the buffers of messages anew, in place of those from before the step.
+            drop_handed(self._stage_by_index)
             self._live_bytes.forget()
         super().reaches(action)
         if self._boundaries is not None and (begun := self._boundaries.action(action)) is not None:
@@ -261,6 +262,7 @@ class RecomputeWithin(RecomputeAhead):
             self._agree()
         modules = {number: stage.submod for number, stage in self._stage_by_index.items()}
         self._settings.check(modules, self._record.device.type)
+        drop_handed(self._stage_by_index)
         order = self._phase.order(self._steps)
         if order is not self._order:
             self._run(order)
@@ -353,7 +355,7 @@ class RecomputeWithin(RecomputeAhead):
         if isinstance(self._phase, Following):
             fitted = self._phase.fitted
             steps = f"a step of the plan, which has {max(fitted.peak_bytes):.0f} bytes on a rank, takes"
-            less = 0.9 * min(fitted.budget_bytes)
+            less = 0.9 * min(*fitted.budget_bytes, max(fitted.peak_bytes))  # as one between the two changes nothing
             works = f"budget={less:.0f} or less, or {works}" if less > fitted.least_bytes else works
         return f"{text}\nrecompute_ahead: {steps} more than the device has left\n  works:    {works}"
 

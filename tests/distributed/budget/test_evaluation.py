@@ -1,4 +1,7 @@
-"""A step after ``eval()``: torch makes its buffers of messages anew there, which are no bytes of a step."""
+"""What stands in torch's buffers of messages before a step, as an evaluation or another step left it, is no byte of it.
+
+``eval()`` has torch make them anew.
+"""
 from __future__ import annotations
 
 import pytest
@@ -8,6 +11,8 @@ from tests.distributed.ranks import on_ranks
 from tests.distributed.stages import Blocks, Stage, batch, parameters_of, schedule_on, stages_of, step
 from tests.settings import with_gloo
 from torchckpt.distributed import recompute_ahead
+from torchckpt.planning.plan.run import fit_measured
+from torchckpt.planning.plan.run.extra_memory import beside_of, highest_bytes
 
 pytestmark = with_gloo
 
@@ -48,6 +53,32 @@ def test_a_step_takes_what_it_takes_without(name, evaluated):
 def test_an_allocator_says_so_too(accelerator, evaluated):
     name = "ScheduleInterleaved1F1B"
     assert peaks_after(name, evaluated, accelerator) == peaks_after(name, (), accelerator)
+
+
+class Passing(Blocks):
+    """Hands on a second tensor as it is: in whole backwards its gradient is a copy, and in split ones it is not."""
+
+    def forward(self, x, y=None):
+        y = x.tanh() if y is None else y
+        x = super().forward(x)
+        return x + y if self.blocks[0].name == "2.0" else (x, y)
+
+
+@pytest.mark.accelerator
+@pytest.mark.usefixtures("alone")
+def test_what_steps_with_other_backwards_have_handed_over_is_no_part_of_a_step(accelerator, monkeypatch):
+    measured = []
+    monkeypatch.setattr(fit_measured, "beside_of", lambda *args: measured.append(beside_of(*args)) or measured[-1])
+    stages = [Stage(Passing(index).to(accelerator), index, 3, accelerator) for index in range(3)]
+    schedule = recompute_ahead(schedule_on(stages, "ScheduleInterleavedZeroBubble", 2), budget="1GB")
+    x, target = (tensor.to(accelerator) for tensor in batch(2, 2048))
+    for _ in range(STEPS):
+        for parameter in parameters_of(stages):
+            parameter.grad = None
+        step(schedule, stages, x, target)
+    planned, (beside,) = schedule.plan.step, measured
+    for action, highest in zip(planned.schedule.ranks[0], highest_bytes(planned, 0, beside)):
+        assert schedule._phase.levels[action].highest <= highest, action
 
 
 def of_rank(rank):

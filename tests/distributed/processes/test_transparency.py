@@ -186,6 +186,14 @@ class TwoDifferentiable(Inside):
         return (x, y) if self.stage == 0 else x + y
 
 
+class Ignoring(Inside):
+    """The second stage does not use its second input, so there is no gradient to hand back."""
+
+    def forward(self, x, y=None):
+        x = self.blocks[1](self.blocks[0](x))
+        return (x, x.tanh()) if self.stage == 0 else x
+
+
 class Skip(Inside):
     """The input of the stage goes around its first block."""
 
@@ -228,6 +236,13 @@ class Normed(Inside):
 @pytest.mark.parametrize("make", [Several, TwoDifferentiable, Skip, Mixed])
 def test_stage(name, make):
     assert_same(name, make=make)
+
+
+@not_before_2_13("a gradient that is missing fails")
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
+def test_an_input_that_a_stage_does_not_use(name):
+    assert_same(name, make=Ignoring)
 
 
 @pytest.mark.usefixtures("alone")
