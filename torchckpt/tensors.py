@@ -1,7 +1,7 @@
 """Tensors: those in arguments and outputs, the autograd nodes behind them, and the FLOPs of a call with them."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -10,9 +10,13 @@ from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
 __all__ = [
-    "PutBack", "copy_attributes", "detached", "flop_formula", "gradient_bytes", "hides_tensors", "inner_tensors",
-    "node_name", "nodes_behind", "of_class", "parameter_as", "tensors_in", "tensors_of", "tensors_of_pair",
+    "PutBack", "copy_attributes", "detached", "flop_formula", "gradient_bytes", "hidden_tensors", "hides_tensors",
+    "inner_tensors", "node_name", "nodes_behind", "of_class", "parameter_as", "tensors_in", "tensors_of",
+    "tensors_of_pair",
 ]
+
+_DEPTH, _MOST = 4, 1000
+"""How deep objects are looked into for tensors, and the most values of one container."""
 
 PutBack: TypeAlias = Callable[[Sequence[Tensor]], Any]
 """Rebuilds a structure from the tensors that take the places of its own."""
@@ -113,21 +117,31 @@ def _sees_operators(cls: type[Tensor]) -> bool:
     return cls.__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
-def hides_tensors(leaf: object, depth: int = 4) -> bool:
+def hides_tensors(leaf: object) -> bool:
     """Whether ``leaf`` of a tree is an object that holds tensors where torch's pytree does not look."""
+    return next(hidden_tensors(leaf), None) is not None
+
+
+def hidden_tensors(leaf: object, depth: int = _DEPTH) -> Iterator[Tensor]:
+    """The tensors that ``leaf`` of a tree holds where torch's pytree does not look; but not those in large containers,
+    or deep inside."""
     kind = type(leaf)  # not isinstance(): proxies answer anything
     if issubclass(kind, Tensor):
-        return depth < 4
+        if depth < _DEPTH:
+            yield cast("Tensor", leaf)
+        return
     if depth == 0 or issubclass(kind, (nn.Module, type, str, bytes, int, float)) or leaf is None:
-        return False
-    inside: Iterable[object] = ()
+        return
+    inside: Collection[object] = ()
     if issubclass(kind, dict):
         inside = cast("dict[Any, object]", leaf).values()
     elif issubclass(kind, (list, tuple, set, frozenset)):
-        inside = cast("Iterable[object]", leaf)
+        inside = cast("Collection[object]", leaf)
     elif kind.__dictoffset__:
         inside = vars(leaf).values()
-    return any(hides_tensors(value, depth - 1) for value in list(inside))
+    if len(inside) <= _MOST:
+        for value in list(inside):
+            yield from hidden_tensors(value, depth - 1)
 
 
 def nodes_behind(

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+import torchckpt
 from tests.helpers import assert_program_transparent, by_hand, leaf, plain, prefetched
 from torchckpt import checkpoint
 from torchckpt.errors import RecomputationError
@@ -221,13 +222,24 @@ def test_a_full_cache_that_the_replay_fills_again_is_noticed(depth):
         y.sum().backward()
 
 
-@pytest.mark.parametrize("check", ["default", "none"])
-def test_an_object_with_tensors_that_is_only_read(check):
+def test_an_object_with_tensors_that_is_only_read():
+    """The values may be others, as where a kernel adds in another order, and that is the function's affair."""
     ring, x = Ring(), torch.randn(2, 4, requires_grad=True)
 
     def read(x, cache):
-        return (torch.stack(cache.held) * x).sin()
+        noise = 0.0 if torchckpt.is_recomputing() else 1e-3
+        return (torch.stack(cache.held) * x + noise).sin()
 
-    (plain,) = torch.autograd.grad(read(x, ring).sum(), x)
-    checkpoint(read, x, ring, determinism_check=check).sum().backward()
-    assert torch.equal(x.grad, plain)
+    checkpoint(read, x, ring).sum().backward()
+    with pytest.raises(RecomputationError):
+        checkpoint(read, x, ring, determinism_check="values").sum().backward()
+
+
+@pytest.mark.parametrize("change", [lambda held: held.append(held.pop(0)), lambda held: held[0].mul_(2)])
+def test_an_object_that_is_changed_before_the_replay(change):
+    ring, x = Ring(), torch.randn(2, 4, requires_grad=True)
+    ring.held[0] *= 3
+    y = checkpoint(lambda x, cache: (torch.stack(cache.held) * 2 * x).sin(), x, ring)
+    change(ring.held)
+    with pytest.raises(RecomputationError, match="did not save what its forward saved"):
+        y.sum().backward()

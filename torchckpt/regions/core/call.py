@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dis
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -37,6 +38,7 @@ from torchckpt.regions.state.ambient import (
     use_settings_of_process,
 )
 from torchckpt.regions.state.boundary import Boundary, generators_among
+from torchckpt.regions.state.layout import version_of
 from torchckpt.regions.state.module_state import ModuleState, changed_in_place, exclusive, record_state, substituted
 from torchckpt.regions.state.reached import norm_layers_of, reaches_nothing, runs_compiled_code, settle
 from torchckpt.typing import ContextFunction, Function
@@ -69,15 +71,27 @@ class Call:
         self.module_state: ModuleState | None = None
         self.named: Sequence[Generator] = ()
         """The generators that the forward found besides those of devices."""
+        self._hidden: Sequence[tuple[weakref.ref[Tensor], int]] = ()
         self._looked: norms.Looked = ()
         self.means: Mapping[int, Tensor | None] = _NOTHING
         """By ``id``, while the forward runs: running means whose layer surely runs, so that it need not be noted."""
         self._noted = Noted()
         self._ran: Mapping[nn.Module, Any] | None = None  # until the forward has ended
 
-    def has_hidden_tensors(self) -> bool:
-        """Whether an argument is an object of the user's that holds tensors, which no replay finds as they were."""
-        return self._boundary.spec is not None and self._boundary.hides_tensors()
+    def hides_tensors(self) -> bool:
+        """Note the tensors that objects among the arguments hold, which no replay finds as they were. Return whether
+        there are any."""
+        hidden = [] if self._boundary.spec is None else self._boundary.hidden_tensors()
+        self._hidden = [(weakref.ref(tensor), version_of(tensor)) for tensor in hidden]
+        return bool(hidden)
+
+    def finds_other_tensors(self) -> bool:
+        """Whether these objects hold others by now, or changed ones, as a cache that the forward has filled."""
+        if not self._hidden:
+            return False
+        now, then = self._boundary.hidden_tensors(), self._hidden
+        same = (was() is tensor and version == version_of(tensor) for (was, version), tensor in zip(then, now))
+        return len(now) != len(then) or not all(same)
 
     def forward(
         self,

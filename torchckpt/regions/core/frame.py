@@ -68,7 +68,7 @@ class Frame:
         self.checks = options.determinism_check != "none"
         """Whether the replay is compared with the forward."""
         self._by_values = options.determinism_check == "values"
-        """Whether values are compared, also where the replay compiles nothing."""
+        """Whether the user asked that values are compared."""
         self._values = self._by_values
         """Whether slots have checksums."""
         of_all = settings_of_torch["_checkpoint_debug_enabled"]
@@ -98,8 +98,8 @@ class Frame:
         call = self._call = Call(function, args, kwargs, self._options)
         if self.checks and not (call.is_alone or is_settled(function) or dispatch_modes_are_active()):
             self._values = True  # the replay may compile code, which then saves other tensors
-        if self.checks and call.has_hidden_tensors():
-            self._by_values = self._values = True  # the function may change them, as one that fills a cache does
+        if self.checks and call.hides_tensors():
+            self._values = True  # the function may change them, as one that fills a cache does
         self._compilations = compilations.total or (DYNAMO in sys.modules and compilations.look())
         last = newest_node() if self._slot is PlacedSlot else 0
         outputs = call.forward(args, kwargs, self.ambient, self._pack, self._unpack, self._values)
@@ -214,6 +214,7 @@ class Frame:
         # A function may run a backward itself, before its forward has returned. Then not all slots exist yet.
         stops = self._options.early_stop or not self._returned
         fresh: SavedTensors = []
+        by_values = self._by_values or (checked and call.finds_other_tensors())
         different: list[Difference] = []  # at most one, which is raised when its operation is known, or at the end
 
         def pack(tensor: Tensor) -> Tensor:
@@ -230,7 +231,7 @@ class Frame:
                     compiles = replay is not None and replay.compiles
                     if compiles and not self._values:
                         raise compiled_anew(call.function)
-                    if not slots[place].accepts(tensor, self._by_values or compiles):
+                    if not slots[place].accepts(tensor, by_values or compiles):
                         caller = sys._getframe().f_back
                         different.append(Difference(slots[place], tensor, place_of(caller, call.function)))
                         return saved

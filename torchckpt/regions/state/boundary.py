@@ -19,7 +19,7 @@ from torchckpt.regions.private import (
     set_version,
     storage_key,
 )
-from torchckpt.tensors import copy_attributes, hides_tensors, of_class
+from torchckpt.tensors import copy_attributes, hidden_tensors, of_class
 
 __all__ = ["Boundary", "Hooks", "generators_among"]
 
@@ -86,10 +86,10 @@ class Boundary:
         """The modules among the arguments."""
         return [leaf for leaf in self._leaves if is_module(leaf)]
 
-    def hides_tensors(self) -> bool:
-        """Whether an argument holds tensors that are not among these, such as a cache."""
+    def hidden_tensors(self) -> list[Tensor]:
+        """The tensors that objects among the arguments hold, such as a cache."""
         objects = [leaf for leaf in self._leaves if type(leaf) is not Input and type(leaf) not in _ATOMS]
-        return any(map(hides_tensors, objects))
+        return list(chain.from_iterable(map(hidden_tensors, objects)))
 
     def generators(self) -> list[torch.Generator]:
         """The generators among the arguments, and those that are attributes of an argument."""
