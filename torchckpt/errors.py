@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
+from inspect import CO_GENERATOR
 from traceback import walk_tb
 from typing import Any, NoReturn, TypeVar
 
@@ -120,6 +121,15 @@ def without_traceback(error: Error) -> Error:
     """A copy of ``error``, to be kept, or raised where the frame keeps it: a traceback holds the tensors of its frames,
     and an error in a variable of such a frame holds itself until the garbage collector runs."""
     return copy(error)
+
+
+def without_generators(error: BaseException) -> BaseException:
+    """``error``, which contexts made of generators have caught to raise another one, without their frames. From Python
+    3.12 on, these hold that of the ``__exit__`` which holds the error, and so the tensors of all frames behind it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_flags & CO_GENERATOR:
+        trace = trace.tb_next
+    return error.with_traceback(trace)
 
 
 def raise_fault(fault: Fault) -> NoReturn:

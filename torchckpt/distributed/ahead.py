@@ -36,7 +36,7 @@ from torchckpt.distributed.meeting import all_gather, check_the_same, meeting, t
 from torchckpt.distributed.private import Live, LiveStage, finds_shapes, handing_over, in_backward, stages_of
 from torchckpt.distributed.record import Gathered, gather
 from torchckpt.distributed.runtime import Runtime
-from torchckpt.errors import RegionError, ScheduleError
+from torchckpt.errors import RegionError, ScheduleError, without_generators
 from torchckpt.measuring.record import Record
 from torchckpt.measuring.saved import CountingScope, RegionBytes
 from torchckpt.modules import module_of, uncompiled
@@ -118,10 +118,10 @@ class RecomputeAhead(Runtime):
         except Exception as error:
             text = out_of_memory(error)
             if text is not None:  # loops that try again look for this type
-                raise torch.OutOfMemoryError(self._out_of_memory(text)) from error
+                raise torch.OutOfMemoryError(self._out_of_memory(text)) from without_generators(error)
             is_found = self._last_action is None and any(map(finds_shapes, self._stage_by_index.values()))
             rank = f"{self.rank} of {self.pp_group_size}"
-            raise failure_of(error, rank, self._last_action, is_found, self._remedy) from error
+            raise failure_of(error, rank, self._last_action, is_found, self._remedy) from without_generators(error)
         finally:
             self._frames.clear()
             self._counting.clear()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import BudgetInfeasible, CheckpointError
+from torchckpt.errors import BudgetInfeasible, CheckpointError, without_generators
 from torchckpt.measuring.live import Watch
 from torchckpt.measuring.remembered import LESS, NEAR, SHOWN, Discarded, Followed, Remembered
 from torchckpt.measuring.shapes import ModelSettings, shapes_of
@@ -244,7 +244,7 @@ class Within:
             raise torch.OutOfMemoryError(
                 f"{error}\nPipe: {steps} more than a device has left\n"
                 f"  works:    less than budget={self.budget!r}, or smaller micro-batches"
-            ) from error
+            ) from without_generators(error)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
