@@ -151,6 +151,14 @@ def test_a_list_of_two_kinds_of_layers():
     assert sorted(repeated(parts)) == [*inside, "2", "3"]
 
 
+@pytest.mark.parametrize("heads", [2, 3])
+def test_a_backbone_beside_its_heads(heads):
+    """The heads are more than the backbone, whose layers are the blocks."""
+    beside = {f"head{at}": nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for at in range(heads)}
+    model = nn.ModuleDict({"backbone": Model([Wide(8, 8) for _ in range(13)], 8), **beside})
+    assert repeated(model) == [f"backbone.layers.{at}" for at in range(13)]
+
+
 def test_a_tower_with_fewer_layers():
     """As of a model of text with one of pictures. A pair of heads does not count beside nine layers."""
     text, pictures = Model([Wide(8, 8) for _ in range(9)], 8), Model([Other(8, 8) for _ in range(4)], 8)

@@ -22,10 +22,10 @@ def repeated(model: nn.Module) -> list[str]:
 
     Modules are alike if they have one class, and parameters of the same shapes; where no two are, if they have one
     class. Those that have no modules inside, and a class that is none of torch's, count where there are no others. A
-    list with two such modules counts with all of its modules of that class, and with the others where these are fewer,
-    as in models with two kinds of layers. Nothing inside of these is looked at. Of several lists, those count that hold
-    the same class as the longest, or are at least a quarter as long; and what is of their classes in any other list,
-    unless the class is torch's.
+    list with two such modules counts with all of its modules of that class, and with the others where these are fewer
+    and no larger, as in models with two kinds of layers. Nothing inside of these is looked at. Of several lists, those
+    count that hold the same class as the longest, or are at least a quarter as long; and what is of their classes in
+    any other list, unless the class is torch's.
 
     Raises:
         ArgumentError: there are none.
@@ -57,14 +57,17 @@ def repeated(model: nn.Module) -> list[str]:
 
 def _groups(lists: Iterable[_Blocks], like: Callable[[nn.Module], Any]) -> list[_Blocks]:
     """Of each list, the blocks of the class of which it has most alike, if two are, and the others where these are
-    fewer; none is inside of another."""
+    fewer and no larger, as a backbone beside its heads is; none is inside of another."""
     groups: list[_Blocks] = []
     for listed in lists:
         counts = Counter(map(like, listed.values()))
         best = max(listed.values(), key=lambda block: counts[like(block)])
         if counts[like(best)] > 1 and not any(_is_inside(next(iter(listed)), group) for group in groups):
             of_class = {path: block for path, block in listed.items() if type(block) is type(best)}
-            groups.append(listed if len(of_class) * 2 > len(listed) else of_class)
+            if len(of_class) * 2 > len(listed):
+                most = 2 * max(map(_size, of_class.values()))
+                of_class = {path: block for path, block in listed.items() if path in of_class or _size(block) <= most}
+            groups.append(of_class)
     return groups
 
 
@@ -83,6 +86,10 @@ def _is_inside(path: str, names: Iterable[str]) -> bool:
 
 def _shapes(module: nn.Module) -> Any:
     return type(module), *((name, parameter.shape) for name, parameter in module.named_parameters())
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _is_block(module: nn.Module) -> bool:
