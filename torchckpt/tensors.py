@@ -19,6 +19,7 @@ __all__ = [
     "tensors_of", "tensors_of_pair",
 ]
 
+_ATOMS = frozenset({type(None), bool, int, float, str})
 _DEPTH, _MOST, _ALL = 4, 1000, 10_000
 """How deep objects are looked into for tensors, the most values of one container, and of all together."""
 
@@ -147,7 +148,8 @@ def _values_in(value: object, depth: int) -> Iterator[object]:
     if len(inside) <= _MOST:
         for each in list(inside):
             yield each
-            yield from _values_in(each, depth - 1)
+            if type(each) not in _ATOMS:
+                yield from _values_in(each, depth - 1)
 
 
 def attributes_of(value: object) -> list[object]:
