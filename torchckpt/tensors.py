@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from itertools import islice
 from types import MemberDescriptorType
@@ -136,7 +136,7 @@ def hidden_tensors(leaf: object) -> Iterator[Tensor]:
 
 def _values_in(value: object, depth: int) -> Iterator[object]:
     kind = type(value)  # not isinstance(): proxies answer anything
-    if depth == 0 or issubclass(kind, (Tensor, nn.Module, type, str, bytes, int, float)) or value is None:
+    if depth == 0 or issubclass(kind, (Tensor, nn.Module, type, str, bytes, int, float, memoryview)) or value is None:
         return
     inside: Collection[object] = ()
     if issubclass(kind, dict):
@@ -145,6 +145,10 @@ def _values_in(value: object, depth: int) -> Iterator[object]:
         inside = cast("Collection[object]", value)
     elif kind.__dictoffset__ or hasattr(kind, "__slots__"):
         inside = attributes_of(value)
+    elif issubclass(kind, Mapping):  # in C, as those below
+        inside = list(cast("Mapping[Any, object]", value).values())
+    elif issubclass(kind, (Sequence, Set)):
+        inside = cast("Collection[object]", value)
     if len(inside) <= _MOST:
         for each in list(inside):
             yield each

@@ -1,7 +1,8 @@
 """What a replay gets for an input that nobody holds any more: its values, its strides, a node behind it."""
 from __future__ import annotations
 
-from collections import deque
+from collections import ChainMap, UserDict, deque
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from tests.helpers import assert_program_transparent, by_hand, leaf, plain, pref
 from torchckpt import checkpoint
 from torchckpt.errors import RecomputationError
 from torchckpt.regions.core.slots import _is_near, sample
-from torchckpt.tensors import hidden_tensors
+from torchckpt.tensors import hidden_tensors, hides_tensors
 
 CALLS = pytest.mark.parametrize("call", [checkpoint, by_hand, prefetched], ids=lambda call: call.__name__)
 
@@ -322,3 +323,9 @@ def test_a_sample_has_elements_of_all_parts():
             last.copy_(last if not change else ~last if last.dtype == torch.bool else last + 1)
             assert _is_near(sample(tensor), sample(other)) is (change == 0)
     assert sample(base[:0]).numel() == 0
+
+
+@pytest.mark.parametrize("make", [MappingProxyType, UserDict, ChainMap, lambda held: deque(held.values())])
+def test_containers_that_hold_tensors(make):
+    assert hides_tensors(make({"mask": torch.ones(2)}))
+    assert not hides_tensors(make({"mask": memoryview(bytearray(4))}))
