@@ -2,11 +2,13 @@
 from __future__ import annotations
 
 from collections import ChainMap, UserDict, deque
+from functools import partial
 from types import MappingProxyType
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import torchckpt
 from tests.helpers import assert_program_transparent, by_hand, leaf, plain, prefetched
@@ -329,3 +331,20 @@ def test_a_sample_has_elements_of_all_parts():
 def test_containers_that_hold_tensors(make):
     assert hides_tensors(make({"mask": torch.ones(2)}))
     assert not hides_tensors(make({"mask": memoryview(bytearray(4))}))
+
+
+@pytest.mark.parametrize("operator", [torch.ops.aten.clone.default, torch.ops.aten.mul.Tensor])
+def test_selective_contexts_see_nothing_of_what_is_compared(operator):
+    ring, x = Ring(), torch.randn(2, 4, requires_grad=True)
+
+    def read(x, cache):
+        y = (x.sin() * cache.held[0]).clone() * 2
+        return y.cos()
+
+    def policy(_, called, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if called is operator else CheckpointPolicy.PREFER_RECOMPUTE
+
+    (expected,) = torch.autograd.grad(read(x, ring).sum(), x)
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    (found,) = torch.autograd.grad(checkpoint(read, x, ring, context_fn=contexts).sum(), x)
+    assert torch.equal(found, expected)

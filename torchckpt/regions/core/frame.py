@@ -185,7 +185,8 @@ class Frame:
             self._values = True
         if self.note is not None:
             self.note(tensor)
-        slot = self._slot(tensor, self._values, self._sampled)
+        # A mode of selective checkpointing would note the operators of a sample, too, which a replay does not run.
+        slot = self._slot(tensor, self._values, self._sampled and not dispatch_modes_are_active())
         self._slots.append(slot)
         return slot
 
