@@ -1,11 +1,13 @@
 """What ``torch.nn`` and ``torch.compile`` make of modules."""
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
 from tests.scripts import run
-from torchckpt.modules import OF_EVERY_MODULE, contents_of, imported, is_compiled, is_compiled_class
+from torchckpt.modules import OF_EVERY_MODULE, contents_of, imported, is_compiled, is_compiled_class, name_of
 
 
 def test_a_module_is_compiled_by_wrapping_or_in_place():
@@ -49,3 +51,8 @@ def test_a_function_holds_its_closure_and_its_defaults_and_a_cell_that_is_still_
 def test_classes_of_what_is_not_imported_are_none():
     assert imported("torch.nn", "Linear", "ReLU") == (nn.Linear, nn.ReLU)
     assert imported("torch.nn", "NoSuchLayer") == imported("torch.no_such_module", "Linear") == ()
+
+
+def test_the_private_name_of_a_modules_call_is_not_shown():
+    layer = nn.Linear(2, 2)
+    assert name_of(layer.__call__) == name_of(partial(layer.forward)) == "'Linear.forward'"

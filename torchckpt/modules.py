@@ -94,7 +94,8 @@ def name_of(function: Any) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     if isinstance(function, (MethodType, BuiltinMethodType)) and not isinstance(function.__self__, (type, NoneType)):
-        return f"'{type(function.__self__).__qualname__}.{function.__name__}'"
+        is_call = getattr(function, "__func__", None) is nn.Module.__call__  # which has a private name
+        return f"'{type(function.__self__).__qualname__}.{'forward' if is_call else function.__name__}'"
     name: object = None
     with suppress(Exception):  # a proxy may raise, or answer, anything
         name = function.__qualname__

@@ -126,7 +126,11 @@ def test_model(name, way):
     tensors, recomputes = steps_of(name, WAYS[way])
     assert none == {}
     assert equal(tensors, expected)
-    assert recomputes == {MODELS[name].layer: MODELS[name].layers * STEPS}
+    from transformers import PreTrainedModel
+
+    # Older ones call the function outside of the module's call, so there are two regions, one inside of the other.
+    regions = 1 if way != "both" or hasattr(PreTrainedModel, "activation_checkpointing_enable") else 2
+    assert recomputes == {MODELS[name].layer: MODELS[name].layers * STEPS * regions}
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
