@@ -1,7 +1,11 @@
 """Tensors: those in arguments and outputs, the autograd nodes behind them, and the FLOPs of a call with them."""
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
+from itertools import islice
+from types import MemberDescriptorType
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -10,13 +14,14 @@ from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
 __all__ = [
-    "PutBack", "copy_attributes", "detached", "flop_formula", "gradient_bytes", "hidden_tensors", "hides_tensors",
-    "inner_tensors", "node_name", "nodes_behind", "of_class", "parameter_as", "tensors_in", "tensors_of",
-    "tensors_of_pair",
+    "PutBack", "attributes_of", "copy_attributes", "detached", "flop_formula", "gradient_bytes", "hidden_tensors",
+    "hides_tensors", "inner_tensors", "node_name", "nodes_behind", "of_class", "parameter_as", "tensors_in",
+    "tensors_of", "tensors_of_pair",
 ]
 
-_DEPTH, _MOST = 4, 1000
-"""How deep objects are looked into for tensors, and the most values of one container."""
+_ATOMS = frozenset({type(None), bool, int, float, str})
+_DEPTH, _MOST, _ALL = 4, 1000, 10_000
+"""How deep objects are looked into for tensors, the most values of one container, and of all together."""
 
 PutBack: TypeAlias = Callable[[Sequence[Tensor]], Any]
 """Rebuilds a structure from the tensors that take the places of its own."""
@@ -122,26 +127,47 @@ def hides_tensors(leaf: object) -> bool:
     return next(hidden_tensors(leaf), None) is not None
 
 
-def hidden_tensors(leaf: object, depth: int = _DEPTH) -> Iterator[Tensor]:
+def hidden_tensors(leaf: object) -> Iterator[Tensor]:
     """The tensors that ``leaf`` of a tree holds where torch's pytree does not look; but not those in large containers,
-    or deep inside."""
-    kind = type(leaf)  # not isinstance(): proxies answer anything
-    if issubclass(kind, Tensor):
-        if depth < _DEPTH:
-            yield cast("Tensor", leaf)
-        return
-    if depth == 0 or issubclass(kind, (nn.Module, type, str, bytes, int, float)) or leaf is None:
+    deep inside, or behind many other values."""
+    values = islice(_values_in(leaf, _DEPTH), _ALL)
+    return (cast("Tensor", value) for value in values if issubclass(type(value), Tensor))
+
+
+def _values_in(value: object, depth: int) -> Iterator[object]:
+    kind = type(value)  # not isinstance(): proxies answer anything
+    if depth == 0 or issubclass(kind, (Tensor, nn.Module, type, str, bytes, int, float, memoryview)) or value is None:
         return
     inside: Collection[object] = ()
     if issubclass(kind, dict):
-        inside = cast("dict[Any, object]", leaf).values()
-    elif issubclass(kind, (list, tuple, set, frozenset)):
-        inside = cast("Collection[object]", leaf)
-    elif kind.__dictoffset__:
-        inside = vars(leaf).values()
+        inside = dict.values(cast("dict[Any, object]", value))
+    elif issubclass(kind, (list, tuple, set, frozenset, deque)):
+        inside = cast("Collection[object]", value)
+    elif kind.__dictoffset__ or hasattr(kind, "__slots__"):
+        inside = attributes_of(value)
+    elif issubclass(kind, Mapping):  # in C, as those below
+        inside = list(cast("Mapping[Any, object]", value).values())
+    elif issubclass(kind, (Sequence, Set)):
+        inside = cast("Collection[object]", value)
     if len(inside) <= _MOST:
-        for value in list(inside):
-            yield from hidden_tensors(value, depth - 1)
+        for each in list(inside):
+            yield each
+            if type(each) not in _ATOMS:
+                yield from _values_in(each, depth - 1)
+
+
+def attributes_of(value: object) -> list[object]:
+    """The values of the attributes of an object; none of a proxy that has nothing behind it."""
+    kind, found = type(value), list[object]()
+    if kind.__dictoffset__:
+        with suppress(Exception):  # of the user's code
+            found += vars(value).values()
+    for cls in kind.__mro__ if hasattr(kind, "__slots__") else ():
+        for slot in cls.__dict__.values() if "__slots__" in cls.__dict__ else ():
+            if type(slot) is MemberDescriptorType:
+                with suppress(AttributeError):  # it is empty
+                    found.append(slot.__get__(value))
+    return found
 
 
 def nodes_behind(

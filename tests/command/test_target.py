@@ -227,3 +227,10 @@ def test_a_file_in_a_folder_that_is_gone_is_refused(tmp_path, monkeypatch, capsy
     call = "simulate", "--schedule", "1f1b", "--stages", "2", "--microbatches", "2", "--svg"
     assert "argument --svg: cannot write a.svg: No such file or directory" in refused(capsys, *call, "a.svg")
     assert printed(capsys, *call, str(tmp_path / "a.svg"))
+
+
+def test_a_link_to_itself_is_refused(tmp_path, capsys):
+    link = tmp_path / "a.svg"
+    link.symlink_to(link)
+    call = "simulate", "--schedule", "1f1b", "--stages", "2", "--microbatches", "2", "--svg"
+    assert "cannot write" in refused(capsys, *call, str(link))

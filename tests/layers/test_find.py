@@ -149,6 +149,16 @@ def test_a_list_of_two_kinds_of_layers():
     parts = nn.ModuleList([Model([Wide(8, 8) for _ in range(3)], 8), Experts(), Other(8, 8), Other(8, 8)])
     inside = [*(f"0.layers.{at}" for at in range(3)), *(f"1.experts.{at}" for at in range(8))]
     assert sorted(repeated(parts)) == [*inside, "2", "3"]
+    some = [Experts() if at % 5 == 4 else Wide(8, 8) for at in range(10)]  # larger ones, with eight experts each
+    assert repeated(Model(some, 8)) == [f"layers.{at}" for at in range(10)]
+
+
+@pytest.mark.parametrize("heads", [2, 3])
+def test_a_backbone_beside_its_heads(heads):
+    """The heads are more than the backbone, whose layers are the blocks."""
+    beside = {f"head{at}": nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for at in range(heads)}
+    model = nn.ModuleDict({"backbone": Model([Wide(8, 8) for _ in range(13)], 8), **beside})
+    assert repeated(model) == [f"backbone.layers.{at}" for at in range(13)]
 
 
 def test_a_tower_with_fewer_layers():

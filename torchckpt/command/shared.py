@@ -207,8 +207,9 @@ def file_to_write(suffix: str) -> Callable[[str], Path]:
         try:
             is_device = path.exists() and not path.is_file() and not path.is_dir()  # such as /dev/stdout
             path.resolve()
-        except OSError as error:  # its name is too long, or the current folder is gone
-            raise argparse.ArgumentTypeError(f"cannot write {text}: {error.strerror}; {works}") from None
+        except (OSError, RuntimeError) as error:  # its name is too long, the current folder is gone, a link to itself
+            said = getattr(error, "strerror", None) or os.strerror(errno.ELOOP)
+            raise argparse.ArgumentTypeError(f"cannot write {text}: {said}; {works}") from None
         reason = None
         if path.is_dir():
             reason = os.strerror(errno.EISDIR)

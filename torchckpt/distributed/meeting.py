@@ -15,7 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchckpt.errors import ArgumentError, BudgetInfeasible, CheckpointError, ScheduleError, without_traceback
+from torchckpt.errors import (
+    ArgumentError,
+    BudgetInfeasible,
+    CheckpointError,
+    ScheduleError,
+    without_generators,
+    without_traceback,
+)
 from torchckpt.measuring.link import MeasuredLink
 from torchckpt.planning import Action, Block, Kind, Stage
 from torchckpt.planning.plan import PipelinePlan
@@ -94,7 +101,7 @@ def meeting(call: str, group: dist.ProcessGroup | None, device: torch.device) ->
     except CheckpointError:
         raise
     except RuntimeError as error:  # of the group
-        raise _refusal(call, f"{type(error).__name__}: {error}") from error
+        raise _refusal(call, f"{type(error).__name__}: {error}") from without_generators(error)
 
 
 @contextmanager
@@ -113,7 +120,7 @@ def together(purpose: str) -> Iterator[None]:
             f"the ranks could not {purpose}: rank {dist.get_rank()} did not hear from all others\n"
             f"  received: {type(error).__name__}: {error}\n"
             "  works:    the same steps on every rank; another one failed before, and says at what itself"
-        ) from error
+        ) from without_generators(error)
 
 
 def check_the_same(what: str, told: Sequence[tuple[str, str]]) -> None:

@@ -355,7 +355,7 @@ class RecomputeWithin(RecomputeAhead):
         if isinstance(self._phase, Following):
             fitted = self._phase.fitted
             steps = f"a step of the plan, which has {max(fitted.peak_bytes):.0f} bytes on a rank, takes"
-            less = 0.9 * min(*fitted.budget_bytes, max(fitted.peak_bytes))  # as one between the two changes nothing
+            less = 0.9 * min(*fitted.budget_bytes, max(fitted.peak_bytes))  # between the two: the same plan
             works = f"budget={less:.0f} or less, or {works}" if less > fitted.least_bytes else works
         return f"{text}\nrecompute_ahead: {steps} more than the device has left\n  works:    {works}"
 

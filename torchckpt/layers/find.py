@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from typing import Any, TypeAlias
 
@@ -23,9 +23,9 @@ def repeated(model: nn.Module) -> list[str]:
     Modules are alike if they have one class, and parameters of the same shapes; where no two are, if they have one
     class. Those that have no modules inside, and a class that is none of torch's, count where there are no others. A
     list with two such modules counts with all of its modules of that class, and with the others where these are fewer,
-    as in models with two kinds of layers. Nothing inside of these is looked at. Of several lists, those count that hold
-    the same class as the longest, or are at least a quarter as long; and what is of their classes in any other list,
-    unless the class is torch's.
+    as in models with two kinds of layers, unless they hold longer lists, as a backbone beside its heads. Nothing inside
+    of these is looked at. Of several lists, those count that hold the same class as the longest, or are at least a
+    quarter as long; and what is of their classes in any other list, unless the class is torch's.
 
     Raises:
         ArgumentError: there are none.
@@ -55,16 +55,23 @@ def repeated(model: nn.Module) -> list[str]:
     return names
 
 
-def _groups(lists: Iterable[_Blocks], like: Callable[[nn.Module], Any]) -> list[_Blocks]:
+def _groups(lists: Sequence[_Blocks], like: Callable[[nn.Module], Any]) -> list[_Blocks]:
     """Of each list, the blocks of the class of which it has most alike, if two are, and the others where these are
-    fewer; none is inside of another."""
+    fewer and hold no longer lists; none is inside of another."""
+
+    def longest_in(path: str) -> int:
+        return max((len(each) for each in lists if _is_inside(next(iter(each)), [path])), default=0)
+
     groups: list[_Blocks] = []
     for listed in lists:
         counts = Counter(map(like, listed.values()))
         best = max(listed.values(), key=lambda block: counts[like(block)])
         if counts[like(best)] > 1 and not any(_is_inside(next(iter(listed)), group) for group in groups):
             of_class = {path: block for path, block in listed.items() if type(block) is type(best)}
-            groups.append(listed if len(of_class) * 2 > len(listed) else of_class)
+            if len(of_class) * 2 > len(listed):
+                most = max(len(of_class), *map(longest_in, of_class))
+                of_class = {path: block for path, block in listed.items() if longest_in(path) <= most}
+            groups.append(of_class)
     return groups
 
 

@@ -1,6 +1,9 @@
 """Modules that something has wrapped or compiled: an error that says what works."""
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -220,3 +223,25 @@ def test_numbers_drawn_into_memory_of_another_order_are_refused(draw):
             torch.manual_seed(0)
             losses.append(model(x))
         assert torch.equal(*losses)
+
+
+@pytest.mark.parametrize("as_one", [False, True])
+def test_an_example_that_fails_dies_with_its_error(as_one):
+    """From Python 3.12 on, frames of generators hold those that catch the error."""
+    class Decides(nn.Linear):
+        def forward(self, x):
+            return x if x.sum() > 0 else super().forward(x)
+
+    def alive_after_an_error():
+        x = torch.ones(2, 6)
+        try:
+            graph.rematerialize(Decides(6, 6), (x,) if as_one else x, budget="50%")
+        except CheckpointError:
+            return weakref.ref(x)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert alive_after_an_error()() is None
+    finally:
+        gc.enable()

@@ -1,14 +1,21 @@
 """What a replay gets for an input that nobody holds any more: its values, its strides, a node behind it."""
 from __future__ import annotations
 
+from collections import ChainMap, UserDict, deque
+from functools import partial
+from types import MappingProxyType
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import torchckpt
 from tests.helpers import assert_program_transparent, by_hand, leaf, plain, prefetched
 from torchckpt import checkpoint
 from torchckpt.errors import RecomputationError
+from torchckpt.regions.core.slots import _is_near, sample
+from torchckpt.tensors import hidden_tensors, hides_tensors
 
 CALLS = pytest.mark.parametrize("call", [checkpoint, by_hand, prefetched], ids=lambda call: call.__name__)
 
@@ -214,9 +221,20 @@ class Ring:
         return held
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-def test_a_full_cache_that_the_replay_fills_again_is_noticed(depth):
-    ring, x = Ring(depth), torch.randn(2, 4, requires_grad=True)
+class Slotted:
+    __slots__ = ("__held", "empty")
+
+    def __init__(self):
+        self.__held = deque([torch.ones(2, 4) for _ in range(3)], 3)
+
+    def push(self, x):
+        self.__held.append(x)
+        return torch.stack([*self.__held])
+
+
+@pytest.mark.parametrize("make", [Ring, lambda: Ring(1), Slotted])
+def test_a_full_cache_that_the_replay_fills_again_is_noticed(make):
+    ring, x = make(), torch.randn(2, 4, requires_grad=True)
     y = checkpoint(lambda x, cache: (cache.push(x * 2) * x).sin(), x, ring)
     with pytest.raises(RecomputationError, match="did not save what its forward saved"):
         y.sum().backward()
@@ -243,3 +261,90 @@ def test_an_object_that_is_changed_before_the_replay(change):
     change(ring.held)
     with pytest.raises(RecomputationError, match="did not save what its forward saved"):
         y.sum().backward()
+
+
+class Unbound:
+    """As a proxy that has nothing behind it."""
+
+    @property
+    def __dict__(self):
+        raise RuntimeError("outside of a request")
+
+
+class Lazy(dict):
+    def values(self):
+        raise RuntimeError("reads files")
+
+
+@pytest.mark.parametrize("value", [Unbound(), Lazy(one=1)])
+def test_what_an_object_holds_is_looked_at_with_care(value):
+    ring, x = Ring(), torch.randn(2, 4, requires_grad=True)
+    ring.other = value
+    for given in (ring, value):
+        checkpoint(lambda x, other: x.sin(), x, other=given).sum().backward()
+    assert len(list(hidden_tensors(ring))) == 3
+    assert len(list(hidden_tensors([[x] * 1000] * 1000))) < 10_000
+
+
+def test_an_object_that_holds_tensors_costs_no_checksums(monkeypatch):
+    """For which the device would be waited for: masks of attention are such objects, and most are only read."""
+    monkeypatch.setattr("torchckpt.regions.core.slots.fingerprint", None)
+    ring, x = Ring(), torch.randn(2, 4, requires_grad=True)
+    checkpoint(lambda x, cache: (torch.stack(cache.held) * x).sin(), x, ring).sum().backward()
+
+
+class Sums:
+    """What layers add to: no layer reads it."""
+
+    def __init__(self):
+        self.sums = []
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM(8, 8), nn.GRU(8, 8), nn.Linear(8, 8)])
+def test_an_object_that_layers_only_add_to(layer):
+    """Each replay finds more than its forward. A workspace may have other bytes, and a kernel adds in another order."""
+    x, sums = torch.randn(4, 3, 8, requires_grad=True), Sums()
+
+    def run(x, sums):
+        y = layer(x)
+        y = y[0] if isinstance(y, tuple) else y
+        y = (y * (1 + 1e-5 * torchckpt.is_recomputing())).sigmoid()
+        sums.sums.append(y.mean())
+        return y
+
+    y = checkpoint(run, checkpoint(run, x, sums), sums)
+    (y.sum() + sum(sums.sums)).backward()
+
+
+def test_a_sample_has_elements_of_all_parts():
+    base = torch.randn(9, 2, 40, dtype=torch.complex64)
+    for tensor in (base, base.transpose(0, 2), base.real, base.real.half(), base.imag > 0, base[0, 0, 0]):
+        for change in (0, 1):
+            other = tensor.clone()
+            last = other[(-1,) * other.dim()]
+            last.copy_(last if not change else ~last if last.dtype == torch.bool else last + 1)
+            assert _is_near(sample(tensor), sample(other)) is (change == 0)
+    assert sample(base[:0]).numel() == 0
+
+
+@pytest.mark.parametrize("make", [MappingProxyType, UserDict, ChainMap, lambda held: deque(held.values())])
+def test_containers_that_hold_tensors(make):
+    assert hides_tensors(make({"mask": torch.ones(2)}))
+    assert not hides_tensors(make({"mask": memoryview(bytearray(4))}))
+
+
+@pytest.mark.parametrize("operator", [torch.ops.aten.clone.default, torch.ops.aten.mul.Tensor])
+def test_selective_contexts_see_nothing_of_what_is_compared(operator):
+    ring, x = Ring(), torch.randn(2, 4, requires_grad=True)
+
+    def read(x, cache):
+        y = (x.sin() * cache.held[0]).clone() * 2
+        return y.cos()
+
+    def policy(_, called, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if called is operator else CheckpointPolicy.PREFER_RECOMPUTE
+
+    (expected,) = torch.autograd.grad(read(x, ring).sum(), x)
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    (found,) = torch.autograd.grad(checkpoint(read, x, ring, context_fn=contexts).sum(), x)
+    assert torch.equal(found, expected)

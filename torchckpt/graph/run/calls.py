@@ -11,7 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import CaptureError, CheckpointError, Fault, brief, called, raise_fault, text_of
+from torchckpt.errors import (
+    ArgumentError,
+    CaptureError,
+    CheckpointError,
+    Fault,
+    brief,
+    called,
+    raise_fault,
+    text_of,
+    without_generators,
+)
 from torchckpt.graph.annotations import is_tracing, named_modules
 from torchckpt.graph.planner import GraphPlanner
 from torchckpt.graph.private.dynamo import compile_lock, compiling_whole, recompile_limit_hit
@@ -216,7 +226,7 @@ def _blaming(function: str, example: tuple[Any, ...]) -> Iterator[None]:
         rule = "the example is not the model's arguments, one after the other"
         first = text_of(error).partition("\n")[0]
         received = f"one {type(example[0]).__name__}, on which the model raises: {first}"
-        raise_fault(Fault(rule, received, works))
+        raise ArgumentError(str(Fault(rule, received, works))) from without_generators(error)
 
 
 def _instead(function: str, example: tuple[Any, ...]) -> str | None:

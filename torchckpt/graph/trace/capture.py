@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import CaptureError, Fault, text_of
+from torchckpt.errors import CaptureError, Fault, text_of, without_generators
 from torchckpt.features import GRAPH
 from torchckpt.graph.annotations import Tracing
 from torchckpt.graph.private.dynamo import compile_lock
@@ -230,7 +230,7 @@ def explained() -> Iterator[None]:
 def _raise(rule: str, error: Exception, works: str) -> NoReturn:
     first = text_of(error).partition("\n")[0]
     received = f"{first} {_place_of(error)}".strip()
-    raise CaptureError(str(Fault(rule, received, works))) from error
+    raise CaptureError(str(Fault(rule, received, works))) from without_generators(error)
 
 
 def _place_of(error: Exception) -> str:
@@ -265,7 +265,7 @@ def restoring_modules(model: nn.Module) -> Iterator[None]:
         left = _put_back(model, tensors, owned)
         if left is None or isinstance(error, CaptureError):
             raise
-        raise CaptureError(str(left)) from error
+        raise CaptureError(str(left)) from without_generators(error)
     left = _put_back(model, tensors, owned)
     if left is not None:
         raise CaptureError(str(left))

@@ -118,8 +118,9 @@ def checkpoint(
             attributes of its modules, need not be named.
         determinism_check: ``"default"`` compares the shape, dtype and device of each tensor saved in the replay with
             those of the forward. ``"values"`` also compares the bits, by a checksum. It costs a pass over each saved
-            tensor and, on an accelerator, a synchronisation. ``"default"`` takes the checksums where an argument
-            is an object that holds tensors, such as a cache, and compares them where it holds others by the replay.
+            tensor and, on an accelerator, a synchronisation. ``"default"`` takes a sample of the values where
+            an argument is an object that holds tensors, such as a cache, and compares it, to 2 %, where that holds
+            others by the replay.
             ``"none"`` compares nothing.
         context_fn: returns two context managers, one for the forward, one for the replay, as
             :func:`torch.utils.checkpoint.create_selective_checkpoint_contexts` makes them. Each is entered once, so a

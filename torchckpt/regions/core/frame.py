@@ -71,6 +71,8 @@ class Frame:
         """Whether the user asked that values are compared."""
         self._values = self._by_values
         """Whether slots have checksums."""
+        self._sampled = False
+        """Whether those without have a sample of the values."""
         of_all = settings_of_torch["_checkpoint_debug_enabled"]
         self._slot: type[Slot] = PlacedSlot if (options.debug if of_all is None else of_all) else Slot
         self._call: Call | None = None
@@ -98,8 +100,7 @@ class Frame:
         call = self._call = Call(function, args, kwargs, self._options)
         if self.checks and not (call.is_alone or is_settled(function) or dispatch_modes_are_active()):
             self._values = True  # the replay may compile code, which then saves other tensors
-        if self.checks and call.hides_tensors():
-            self._values = True  # the function may change them, as one that fills a cache does
+        self._sampled = self.checks and call.hides_tensors()  # a function may change them, as one that fills a cache
         self._compilations = compilations.total or (DYNAMO in sys.modules and compilations.look())
         last = newest_node() if self._slot is PlacedSlot else 0
         outputs = call.forward(args, kwargs, self.ambient, self._pack, self._unpack, self._values)
@@ -184,7 +185,8 @@ class Frame:
             self._values = True
         if self.note is not None:
             self.note(tensor)
-        slot = self._slot(tensor, self._values)
+        # A mode of selective checkpointing would note the operators of a sample, too, which a replay does not run.
+        slot = self._slot(tensor, self._values, self._sampled and not dispatch_modes_are_active())
         self._slots.append(slot)
         return slot
 

@@ -19,7 +19,7 @@ from torchckpt.regions.private import (
     set_version,
     storage_key,
 )
-from torchckpt.tensors import copy_attributes, hidden_tensors, of_class
+from torchckpt.tensors import attributes_of, copy_attributes, hidden_tensors, of_class
 
 __all__ = ["Boundary", "Hooks", "generators_among"]
 
@@ -225,5 +225,5 @@ def _behind_a_node(leaf: Tensor) -> Tensor:
 def generators_among(leaves: Iterable[Any]) -> list[torch.Generator]:
     """The generators among ``leaves`` of a tree, and those that are attributes of one."""
     objects = [leaf for leaf in leaves if type(leaf) not in _ATOMS]
-    inside = chain.from_iterable(list(vars(leaf).values()) for leaf in objects if type(leaf).__dictoffset__)
+    inside = chain.from_iterable(map(attributes_of, objects))
     return [x for x in chain(objects, inside) if issubclass(type(x), torch.Generator)]  # proxies answer anything
