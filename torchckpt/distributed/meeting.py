@@ -20,6 +20,7 @@ from torchckpt.errors import (
     BudgetInfeasible,
     CheckpointError,
     ScheduleError,
+    named,
     without_generators,
     without_traceback,
 )
@@ -101,7 +102,7 @@ def meeting(call: str, group: dist.ProcessGroup | None, device: torch.device) ->
     except CheckpointError:
         raise
     except RuntimeError as error:  # of the group
-        raise _refusal(call, f"{type(error).__name__}: {error}") from without_generators(error)
+        raise _refusal(call, named(error)) from without_generators(error)
 
 
 @contextmanager
@@ -118,7 +119,7 @@ def together(purpose: str) -> Iterator[None]:
             raise
         raise ScheduleError(
             f"the ranks could not {purpose}: rank {dist.get_rank()} did not hear from all others\n"
-            f"  received: {type(error).__name__}: {error}\n"
+            f"  received: {named(error)}\n"
             "  works:    the same steps on every rank; another one failed before, and says at what itself"
         ) from without_generators(error)
 

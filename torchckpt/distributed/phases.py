@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from torchckpt.distributed.meeting import all_gather, broadcast, check_the_same
 from torchckpt.distributed.record import Gathered, larger_levels
-from torchckpt.errors import ArgumentError, CheckpointError, Fault, called, check, raise_fault, without_traceback
+from torchckpt.errors import ArgumentError, CheckpointError, Fault, called, check, named, raise_fault, without_traceback
 from torchckpt.measuring.link import MeasuredLink
 from torchckpt.measuring.remembered import NEAR, digest
 from torchckpt.planning import Action, Choice, Kind, Schedule, State, arrival, with_recompute
@@ -158,7 +158,7 @@ class Measuring:
         except Exception as error:
             return ArgumentError(
                 f"{_CALLER}: rank 0 could not make the plan\n"
-                f"  received: {type(error).__name__}: {error}\n"
+                f"  received: {named(error)}\n"
                 "  works:    plan=plan_pipeline(...), made in a process of its own"
             )
         return replace(fit, plan=replace(fit.plan, whole_step=WholeStep(fit.budget_bytes, fit.peak_bytes)))

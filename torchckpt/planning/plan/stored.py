@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
-from torchckpt.errors import ArgumentError, Fault, called, raise_fault
+from torchckpt.errors import ArgumentError, Fault, called, named, raise_fault
 from torchckpt.planning.order.csv_format import from_csv, to_csv
 from torchckpt.planning.order.schedule import Action, Kind, Schedule
 from torchckpt.planning.order.validity import check_schedule
@@ -90,7 +90,7 @@ def read(text: str) -> PlanFigures:
     except ArgumentError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        _refuse(f"{type(error).__name__}: {error}")
+        _refuse(named(error))
 
 
 def _refuse(received: str) -> NoReturn:
