@@ -265,10 +265,7 @@ class Rank:
 
     def _fetch(self, visit: int, block: int, ahead: float) -> None:
         """Bring back the block whose backward is next, as :meth:`_room` makes room."""
-        until = self.gone[visit, block]
-        while self.leaving and self.leaving[0][0] <= until:
-            self.clock = max(self.clock, self.leaving[0][0])
-            self._release(block)
+        self._let_go(block, 0.0, -_LONG, self.gone[visit, block])  # and issue nothing behind it
         self._room(visit, block, self.works[visit].moved[block], ahead)
         self._take(visit, block, block)
 
