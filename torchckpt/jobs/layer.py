@@ -82,8 +82,7 @@ class LayerWork:
         model, width, eager = self.model, self.model.width(self.dense), self.layout.software.kernels == "eager"
         if not model.gated:
             return (22 if self.layout.software.dropout else 24 if eager else 16), 4 * width
-        tp = self.layout.tp
-        rotated = model.query_width + tp * model.kv_share(tp)
+        rotated = model.query_width + model.kv_held(self.layout.tp)
         if eager:
             return 84, 10 * width + 20 * rotated
         return (22 if self.layout.software.dropout else 16), 6 * width + 8 * rotated
@@ -110,7 +109,7 @@ class LayerWork:
         experts are as they lie on the rank (Megatron), and the ranks of an expert gather what comes."""
         layout, model, size = self.layout, self.model, 2 * self.layout.tokens * self.model.hidden
         parts = []
-        if layout.tp * model.head_size > model.kv_width:
+        if model.kv_held(layout.tp) > model.kv_width:
             wide = 2 * layout.tokens * (model.query_width + 2 * model.kv_width)
             parts.append(Collective("all_gather", wide, layout.tp, "tp", "forward"))
         kinds, count = ("all_gather", "reduce_scatter") if layout.sequence_parallel else ("all_reduce",), 2
@@ -146,7 +145,7 @@ class LayerWork:
     def _ring(self) -> Collective:
         """The keys and values of a sequence."""
         layout = self.layout
-        passed = round(layout.micro_batch * layout.sequence * 4 * self.model.kv_share(layout.tp))
+        passed = round(layout.micro_batch * layout.sequence * 4 * self.model.kv_held(layout.tp) / layout.tp)
         return Collective("all_gather", passed, layout.cp, "cp", "forward")
 
     def _seconds(self, *collectives: Collective) -> float:
@@ -269,7 +268,7 @@ def saved_of(model: Model, layout: Layout, dense: bool = True) -> Saved:
     eager, flash = software.kernels == "eager", software.attention != "unfused"
     split = 1 / tp if layout.sequence_parallel else 1.0
     gathered = 0.0 if software.regathers else 4 * (1 - split)  # what the products after both norms read
-    query, keys, width = model.query_width, tp * model.kv_share(tp), model.width(dense)
+    query, keys, width = model.query_width, model.kv_held(tp), model.width(dense)
     norms = (16 if eager else 8) + (0 if not software.dropout else 1 if flash else 2)
     first = (4 if model.gated else 2) * width
     second = (4 if model.gated and eager else 2) * width

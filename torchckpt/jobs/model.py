@@ -82,9 +82,9 @@ class Model:
         """The width of the keys, and of the values."""
         return (self.kv_heads or self.heads) * self.head_size
 
-    def kv_share(self, tp: int) -> float:
-        """The width of the keys on each of ``tp`` ranks: at least that of a head, which is not split."""
-        return max(self.kv_width / tp, self.head_size)
+    def kv_held(self, tp: int) -> int:
+        """The width of the keys on ``tp`` ranks together: each has at least a head, which is not split."""
+        return max(self.kv_width, tp * self.head_size)
 
     @property
     def has_biases(self) -> bool:
