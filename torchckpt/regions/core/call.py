@@ -78,7 +78,7 @@ class Call:
         self._noted = Noted()
         self._ran: Mapping[nn.Module, Any] | None = None  # until the forward has ended
 
-    def hides_tensors(self) -> bool:
+    def note_hidden(self) -> bool:
         """Note the tensors that objects among the arguments hold, which no replay finds as they were. Return whether
         there are any."""
         hidden = [] if self._boundary.spec is None else self._boundary.hidden_tensors()

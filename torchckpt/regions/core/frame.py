@@ -100,7 +100,7 @@ class Frame:
         call = self._call = Call(function, args, kwargs, self._options)
         if self.checks and not (call.is_alone or is_settled(function) or dispatch_modes_are_active()):
             self._values = True  # the replay may compile code, which then saves other tensors
-        self._sampled = self.checks and call.hides_tensors()  # a function may change them, as one that fills a cache
+        self._sampled = self.checks and call.note_hidden()  # a function may change them, as one that fills a cache
         self._compilations = compilations.total or (DYNAMO in sys.modules and compilations.look())
         last = newest_node() if self._slot is PlacedSlot else 0
         outputs = call.forward(args, kwargs, self.ambient, self._pack, self._unpack, self._values)
