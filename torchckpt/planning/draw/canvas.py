@@ -139,6 +139,8 @@ def _clean(content: str) -> str:
 
 def _allowed(content: str) -> str:
     """``content`` without control characters, which XML does not allow."""
+    if content.isprintable():
+        return content
     return "".join(character for character in content if character.isprintable() or character in "\t\n")
 
 

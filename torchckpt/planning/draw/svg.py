@@ -46,6 +46,8 @@ _LETTER = 0.6  # wide, in sizes of the font
 
 Curve: TypeAlias = "Sequence[tuple[float, float]]"
 """Bytes over time, at each change."""
+_Crossing: TypeAlias = "tuple[Message, int, int]"
+"""A message from one rank to another, with the two ranks."""
 
 
 def svg(
@@ -211,6 +213,8 @@ def _rows(canvas: Canvas, timeline: TimelineFigures, layout: _Layout, top: float
     """[2]"""
     pitch, has_below = layout.pitch(timeline), layout.show_copies or bool(timeline.copies)
     every = -(-(28 if has_below else 15) // int(pitch))  # rows from one name to the next, so that none touch
+    crossing = _crossing(timeline)
+    arrivals = _arrivals(crossing)
     for rank in range(len(timeline.schedule.ranks)):
         y = top + rank * pitch + _ARRIVALS
         canvas.rectangle(_LEFT, y, layout.time(timeline.step_seconds) - _LEFT, layout.row_height, class_="idle")
@@ -218,7 +222,7 @@ def _rows(canvas: Canvas, timeline: TimelineFigures, layout: _Layout, top: float
             name = row_name(timeline.schedule, rank)
             canvas.words(_LEFT - 8, y + layout.row_height / 2 + 5, name, class_="end")
         _boxes(canvas, timeline, rank, layout, y)
-        below = [("copies", y + layout.row_height + 1, _sent(timeline, rank))] * layout.show_copies
+        below = [("copies", y + layout.row_height + 1, _sent(crossing, rank))] * layout.show_copies
         below += [("host", y + pitch - _ARRIVALS - 2 * _WIRE + 1, _moved(timeline, rank))] * bool(timeline.copies)
         for name, start, ways in below:
             if every == 1:
@@ -228,7 +232,7 @@ def _rows(canvas: Canvas, timeline: TimelineFigures, layout: _Layout, top: float
                 boxes = [(x, start + number * _WIRE, width, _WIRE - 2) for x, width in spans]
                 if boxes:
                     canvas.boxes(boxes, class_=style)
-        arrived = [(layout.time(seconds), y - _ARRIVALS + 0.5) for to, seconds in _arrivals(timeline) if to == rank]
+        arrived = [(layout.time(seconds), y - _ARRIVALS + 0.5) for to, seconds in arrivals if to == rank]
         if arrived:
             canvas.ticks(arrived, _ARRIVALS - 0.5, class_="arrival")
 
@@ -255,10 +259,10 @@ def _boxes(canvas: Canvas, timeline: TimelineFigures, rank: int, layout: _Layout
             canvas.words(*place, text, class_=f"middle {shade}", style=f"font-size:{size:g}px")
 
 
-def _sent(timeline: TimelineFigures, rank: int) -> dict[str, list[tuple[float, float]]]:
+def _sent(crossing: Sequence[_Crossing], rank: int) -> dict[str, list[tuple[float, float]]]:
     """The times of what ``rank`` sends to others: activations, and under them gradients."""
     times: dict[str, list[tuple[float, float]]] = {"there": [], "back": []}
-    for message in (message for message, sender, _ in _crossing(timeline) if sender == rank):
+    for message in (message for message, sender, _ in crossing if sender == rank):
         way = "there" if message.action.kind is Kind.FORWARD else "back"
         times[way].append((message.sent_seconds, message.arrived_seconds))
     return times
@@ -272,17 +276,17 @@ def _moved(timeline: TimelineFigures, rank: int) -> dict[str, list[tuple[float, 
     return times
 
 
-def _crossing(timeline: TimelineFigures) -> list[tuple[Message, int, int]]:
+def _crossing(timeline: TimelineFigures) -> list[_Crossing]:
     """The messages from one rank to another, with the two ranks."""
     placement = timeline.schedule.placement
     ways = [(message, placement[message.action.stage], placement[message.to_stage]) for message in timeline.messages]
     return [way for way in ways if way[1] != way[2]]
 
 
-def _arrivals(timeline: TimelineFigures) -> list[tuple[int, float]]:
+def _arrivals(crossing: Sequence[_Crossing]) -> list[tuple[int, float]]:
     """The ranks to which gradients come from others, and when."""
     kinds = (Kind.BACKWARD, Kind.INPUT_GRAD)
-    return [(to, message.arrived_seconds) for message, _, to in _crossing(timeline) if message.action.kind in kinds]
+    return [(to, message.arrived_seconds) for message, _, to in crossing if message.action.kind in kinds]
 
 
 def _memory_height(timeline: TimelineFigures, layout: _Layout) -> float:
@@ -349,7 +353,7 @@ def _entries(timelines: Sequence[TimelineFigures], layout: _Layout) -> list[tupl
     entries = [(kind, name) for kind, name in KIND_NAMES.items() if kind in present]
     if {"B", "I"} <= present:  # of one colour
         entries = [(kind, "backward, input gradient" if kind == "B" else name) for kind, name in entries if kind != "I"]
-    if any(map(_arrivals, timelines)):
+    if any(_arrivals(_crossing(timeline)) for timeline in timelines):
         entries.append(("arrival", "a gradient arrives"))
     if layout.show_copies:
         entries += [("there", "an activation on its way"), ("back", "a gradient on its way")]

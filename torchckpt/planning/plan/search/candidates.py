@@ -31,8 +31,9 @@ _PATIENT = (
 _SCARCE = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
 _ROUNDS = 3
 """A step is simulated so often with the same choices. Each time, ranks expect the arrivals of the time before."""
-_WORK, _FEWEST = 300_000, 150
-"""The actions to simulate in all. If these are fewer than ``_FEWEST`` steps of the schedule, then so many steps."""
+_WORK, _FEWEST, _GAIN = 300_000, 40, 1e-3
+"""The actions to simulate in all. If these are fewer than ``_FEWEST`` steps of the schedule, then so many steps, and as
+many again after each step that is shorter by the share ``_GAIN``."""
 _PARTS = 8
 """How many numbers of reserved blocks are tried for a rank, evenly spaced from none to all."""
 _OVERHEAD = 20
@@ -69,7 +70,8 @@ class Search:
         self.program, self.lanes, self.keep_all = program, lanes, keep_all
         self.target_seconds = target_seconds * (1 + _ROUNDING)
         self.random = Random(0)
-        self.work = max(_WORK, _FEWEST * sum(map(len, lanes)))
+        self.fewest = _FEWEST * sum(map(len, lanes))
+        self.work = max(_WORK, self.fewest)
         """The actions that may still be simulated."""
         blocks = {holdings.stage.blocks for lane in lanes for holdings in lane.holdings}
         self.is_equal = all(len(set(of_stage)) <= 1 for of_stage in blocks)
@@ -121,6 +123,8 @@ class Search:
 
     def _offer(self, candidate: Candidate) -> None:
         if candidate.step.sort_key < self.best.step.sort_key:
+            if self.fewest > _WORK and candidate.step.step_seconds < self.best.step.step_seconds * (1 - _GAIN):
+                self.work = max(self.work, self.fewest)
             self.best = candidate
 
     def _try_uniform(self) -> None:

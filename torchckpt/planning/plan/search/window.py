@@ -84,6 +84,9 @@ class Capacity:
         """By layer, the counts of visits with too many sums. Larger counts have too many, too."""
         self._allowed: dict[tuple[Holdings, float], list[tuple[float, float, float, list[float]]]] = {}
         self._options: dict[tuple[Holdings, float, bool], _Front] = {}
+        split = dict.fromkeys(holdings for holdings, is_split in zip(lane.holdings, lane.is_split) if is_split)
+        self._waiting = [(holdings.full_bytes, holdings.weight_grad_seconds) for holdings in split]
+        self._deferrable: dict[float, float] = {}
         few = max((len(holdings.stage.blocks) for holdings in stages), default=0) <= _FEW_BLOCKS
         self.has_groups = not self.is_equal and few and self.most_alive <= _FEW_ALIVE
         layers, visits = range(len(self.gains)), range(len(lane.visits))
@@ -205,8 +208,9 @@ class Capacity:
         if not any(window.wait_seconds for window in windows):
             return [0.0] * len(windows)
         left = self.left_bytes[place] + (0.0 if kind == FORWARD else self.least[holdings].held_bytes)
-        kinds = dict.fromkeys(holdings for holdings, split in zip(lane.holdings, lane.is_split) if split)
-        deferrable = _most([(holdings.full_bytes, holdings.weight_grad_seconds) for holdings in kinds], left)
+        deferrable = self._deferrable.get(left)
+        if deferrable is None:
+            deferrable = self._deferrable[left] = _most(self._waiting, left)
         return [max(0.0, window.wait_seconds - deferrable) for window in windows]
 
 
