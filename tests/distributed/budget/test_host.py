@@ -17,13 +17,20 @@ from torchckpt.errors import ArgumentError, BudgetInfeasible, CheckpointError, S
 from torchckpt.planning.plan.run import fit_measured
 from torchckpt.planning.plan.run.extra_memory import beside_of, highest_bytes, peak_bytes
 from torchckpt.regions.moved.copies import copies_of
+from torchckpt.regions.moved.region import Moved
 from torchckpt.testing import count_recomputes
 
 pytestmark = [with_gloo, pytest.mark.accelerator, pytest.mark.usefixtures("alone")]
 
-SIZE, ROWS, MICRO_BATCHES, BLOCKS = 32, 8192, 4, 4  # an activation has 1 MiB, the least that is sent
+SIZE, ROWS, MICRO_BATCHES, BLOCKS = 32, 512, 4, 4
 HOST = "1GiB"
 NAMES = ("ScheduleGPipe", "ScheduleInterleaved1F1B")
+
+
+@pytest.fixture(autouse=True)
+def activations_of_these_stages_are_sent(monkeypatch):
+    """They have 64 KiB, so that the tests are quick."""
+    monkeypatch.setattr(Moved.__init__, "__defaults__", (SIZE * ROWS * 4, None, False))
 
 
 class Block(nn.Module):
@@ -95,7 +102,7 @@ def test_equal_to_the_bit_and_within_the_budget(accelerator, name, budget):
 def test_no_action_takes_more_than_planned(accelerator, name, budget, monkeypatch):
     measured = []
     monkeypatch.setattr(fit_measured, "beside_of", lambda *args: measured.append(beside_of(*args)) or measured[-1])
-    _, schedule = trained(name, accelerator, 6, budget=budget, host="30MiB")
+    _, schedule = trained(name, accelerator, 6, budget=budget, host="1920KiB")
     planned, (beside,) = schedule.plan.step, measured
     # A replay that takes more than the backward behind it counts for a block that is kept, too.
     for action, highest in zip(planned.schedule.ranks[0], highest_bytes(planned, 0, beside)):
@@ -177,7 +184,7 @@ def test_a_step_that_fails_and_an_evaluation_leave_nothing_to_the_next_step(acce
 
 def test_a_budget_too_small_for_both(accelerator):
     with pytest.raises(BudgetInfeasible, match="the budget is too small"):
-        trained(NAMES[0], accelerator, 4, budget="2MiB", host="1MiB")
+        trained(NAMES[0], accelerator, 4, budget="128KiB", host="64KiB")
 
 
 def faults(device, **options):
