@@ -223,11 +223,14 @@ class Counter:
 
         Where operators are not watched, what is behind the last call has let go of its outputs by then, so they count.
         """
-        self._watch.before, saved = None, set().union(*self._noted.values())
-        for call in [call for call in self._noted if call not in self._inner]:
+        self._watch.before = None
+        fresh = [call for call in self._noted if call not in self._inner]
+        saved: set[Any] = set().union(*self._noted.values()) if fresh else set()
+        for call in fresh:
             dead = {storage: size for storage, size in self._noted[call].items() if storage.expired()}
             own = self._noted[call].keys() - dead.keys() - self._inputs.claimed - self._returned
-            self._read[call] = {storage: self._noted[call][storage] for storage in own}
+            if own:
+                self._read[call] = {storage: self._noted[call][storage] for storage in own}
             going = (size for storage, size in dead.items() if storage in self._going)
             cached = {storage: size for storage, size in dead.items() if storage in self._lasting}
             unsaved = self._inputs.unsaved_bytes(call, saved)
