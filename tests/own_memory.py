@@ -1,12 +1,13 @@
-"""Blocks that save little, and whose own backward takes much memory; and one that does not."""
+"""Blocks that save little, and whose own backward, or forward, takes much memory; and one that does not."""
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.nn.functional import gelu
 
 from torchckpt import checkpoint
 
-__all__ = ["Nested", "Plain", "Spread"]
+__all__ = ["Nested", "Plain", "Spread", "SummedFirst", "SummedLast"]
 
 
 class Plain(nn.Module):
@@ -37,3 +38,27 @@ class Spread(nn.Module):
 
     def forward(self, x):
         return x + self.part(x.expand(48, *x.shape)[0])
+
+
+class SummedFirst(nn.Module):
+    """Saves little, and its forward takes a large tensor before it saves anything."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(size, size), nn.Linear(size, size)
+
+    def summed(self, x):
+        with torch.no_grad():
+            return x.repeat(1, 48).exp().sum(1, keepdim=True)
+
+    def forward(self, x):
+        more = self.summed(x)
+        return self.second(self.first(x).tanh()).tanh() + more
+
+
+class SummedLast(SummedFirst):
+    """The same after it has saved all."""
+
+    def forward(self, x):
+        x = self.second(self.first(x).tanh()).tanh() * 1.5
+        return x + self.summed(x)

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
@@ -11,7 +11,6 @@ from torchckpt.planning import Action, Choice
 from torchckpt.planning.order.schedule import BACKWARDS, Kind, Visit
 from torchckpt.planning.plan import PipelinePlan
 from torchckpt.regions.core.scope import AroundRegion, Scope
-from torchckpt.regions.live import LiveStorages
 from torchckpt.regions.moved.order import Driven
 from torchckpt.regions.moved.region import Moved
 from torchckpt.tensors import tensors_in
@@ -95,6 +94,10 @@ class BoundaryScope(Scope):
                     node.register_prehook(partial(self._driven.reaches, (backward, number)))
 
 
+def _forward(region: Moved, function: Function, *args: Any, **kwargs: Any) -> Any:
+    return region.forward(function, args, kwargs)
+
+
 def _moved(region: Moved, function: Function, *args: Any, **kwargs: Any) -> Any:
     outputs = region.forward(function, args, kwargs)
     region.send()
@@ -102,32 +105,15 @@ def _moved(region: Moved, function: Function, *args: Any, **kwargs: Any) -> Any:
 
 
 class AllMoved(Scope):
-    """A scope whose regions all go to the host, by an order of their own: it shows what each can send, and what it
-    takes while it runs.
+    """A scope whose regions all go to the host, by an order of their own: it shows what each can send."""
 
-    Args:
-        live: counts bytes on the device.
-    """
-
-    def __init__(self, live: LiveStorages) -> None:
+    def __init__(self) -> None:
         super().__init__(keep=True)
         self._moving: list[Moved] = []
-        self._live = live
-        self.rises: list[int] = []
-        """By region, the most bytes of its forward above those that it left."""
 
     def wrapped(self, number: int, function: Function) -> Function:
         self._moving.append(Moved())
-        return partial(self._forward, self._moving[-1], function)
-
-    def _forward(self, region: Moved, function: Function, *args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if self._live.allocator else self._live.watching():
-            self._live.begin()
-            outputs = region.forward(function, args, kwargs)
-        highest = self._live.highest()
-        self._live.begin()
-        self.rises.append(highest - self._live.now())
-        return outputs
+        return partial(_forward, self._moving[-1], function)
 
     def sent(self) -> list[dict[int, int]]:
         """The bytes of the storages that each region has sent, by number. Call it where the outputs of the stage are

@@ -14,7 +14,7 @@ from torchckpt.measuring.record import Record
 from torchckpt.planning import Action, Block, Schedule, Stage, Step, fixed
 from torchckpt.planning.order.schedule import Visit
 from torchckpt.planning.step.measured import Span, Spans, measured_step
-from torchckpt.planning.step.memory import Level
+from torchckpt.planning.step.memory import Level, Piece
 
 __all__ = ["Gathered", "gather", "larger_levels"]
 
@@ -96,7 +96,7 @@ def _together(
 def _larger_level(first: Level, other: Level) -> Level:
     places = [[(piece.block, piece.is_replay) for piece in level.pieces] for level in (first, other)]
     pairs = zip(first.pieces, other.pieces) if places[0] == places[1] else ()
-    pieces = (one._replace(highest=max(one.highest, two.highest), left=max(one.left, two.left)) for one, two in pairs)
+    pieces = (Piece(*one[:2], *map(max, one[2:], two[2:])) for one, two in pairs)
     highest, left, entered = map(max, first[:3], other[:3])
     return Level(highest, left, entered, tuple(pieces))
 

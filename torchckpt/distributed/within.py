@@ -45,7 +45,6 @@ from torchckpt.planning.plan.run.fit_measured import PlannedStep, with_levels
 from torchckpt.planning.step.measured import Spans, measured_timeline
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.scope import Scope
-from torchckpt.regions.live import LiveStorages
 from torchckpt.regions.moved.copies import copies_of, goes_from
 from torchckpt.regions.wrap.mixin import COMPILED
 from torchckpt.tensors import gradient_bytes, tensors_in
@@ -78,8 +77,6 @@ class RecomputeWithin(RecomputeAhead):
         """Those of a step in which something goes to the host."""
         self._going: dict[int, Going] = {}
         """By stage, what its regions can send to the host."""
-        self._rises: dict[int, list[int]] = {}
-        """By stage and region, the most bytes of a forward that is kept above those that it leaves."""
         super().__init__(live, plain, None, frozenset(), is_measuring=False)
         self._run(self._phase.order(FIRST_STEPS))
         self._is_warned = warn_of_whole(self._stage_by_index.values(), plain, stacklevel=5)
@@ -190,25 +187,18 @@ class RecomputeWithin(RecomputeAhead):
 
     def _scope(self, visit: Visit, choice: Choice | State, module: nn.Module) -> Scope:
         if self._has_host and visit[0] not in self._going:
-            return AllMoved(LiveStorages(self._record.device, not self._is_compiled()))
+            return AllMoved()
         if isinstance(choice, Choice) and self._boundaries is not None:
             scope: Scope = self._boundaries.scope(choice, self._going[visit[0]], partial(self._replaying, visit), visit)
         else:
             scope = super()._scope(visit, choice, module)
-        if self._is_in_pieces:
-            scope.ended.insert(0, partial(self._forward_ended, visit[0]))  # then what happens at the boundary
+        if self._live_bytes is not None:
+            scope.ended.insert(0, self._forward_ended)  # then what happens at the boundary
         return scope
 
-    def _forward_ended(self, stage: int, region: int, outputs: object) -> None:
+    def _forward_ended(self, region: int, outputs: object) -> None:
         if self._live_bytes is not None:
             self._live_bytes.passes(region)
-            for rises in self._rises.get(stage, [])[region : region + 1]:
-                self._live_bytes.knows(region, rises)
-
-    @property
-    def _is_in_pieces(self) -> bool:
-        """Whether the bytes of forwards are counted piece by piece, for a plan with a host."""
-        return self._live_bytes is not None and self._has_host
 
     @property
     def _has_host(self) -> bool:
@@ -236,7 +226,7 @@ class RecomputeWithin(RecomputeAhead):
     def _forwarded(self, visit: Visit, scope: Scope, outputs: list[object]) -> None:
         stage, i = visit
         if isinstance(scope, AllMoved):
-            self._going[stage], self._rises[stage] = scope.sent(), scope.rises
+            self._going[stage] = scope.sent()
         if not scope.regions:
             raise_without_regions(stage, self._stage_by_index[stage].submod, outputs, is_planned=True)
         seen = Signature(scope.regions, self._input_shapes, shapes_of(*tensors_in(outputs)))
@@ -247,8 +237,9 @@ class RecomputeWithin(RecomputeAhead):
 
     @contextmanager
     def _replaying(self, visit: Visit, region: int, frame: Frame) -> Iterator[None]:
+        measured = frame if isinstance(self._phase, Measuring) else None
         with (
-            self._live_bytes.replaying(region) if self._live_bytes else nullcontext(),
+            self._live_bytes.replaying(region, measured) if self._live_bytes else nullcontext(),
             super()._replaying(visit, region, frame),
         ):
             yield

@@ -3,12 +3,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from torchckpt.planning import Action, Kind
 from torchckpt.planning.step.memory import Level, Piece
+from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.live import LiveStorages
 from torchckpt.regions.private import DispatchMode, running_node, take_from_modes
 
@@ -86,21 +88,29 @@ class LiveBytes(LiveStorages):
         self.begin()
         self._pieces.append(Piece(block, is_replay, float(highest), float(self.now())))
 
-    def knows(self, block: int, rises: float) -> None:
-        """Note that the forward of ``block`` rises by so many bytes above those that it leaves, where it is kept."""
-        self._pieces.append(Piece(block, True, rises, 0.0))
-
     def ends(self) -> None:
         """Note that the current action ends. What is alive from now on, the next one enters with."""
         self.reaches(None)
         self._is_idle = True
 
     @contextmanager
-    def replaying(self, block: int) -> Iterator[None]:
-        """A context around a replay of ``block`` in the current action: a piece, and another ends before it."""
+    def replaying(self, block: int, frame: Frame | None = None) -> Iterator[None]:
+        """A context around a replay of ``block`` in the current action: a piece, and another ends before it. That of a
+        ``frame`` runs on to the end of its forward, to show what that takes where it is kept."""
         if not self._has_replayed:
             self._entered_bytes = max(self._entered_bytes, float(self.highest()))
         self._has_replayed = True
         self.passes(block + 1)
-        yield
+        passed = len(self._pieces)
+        if frame is not None:
+            frame.tail = partial(self.passes, block, is_replay=True)
+        try:
+            yield
+        finally:
+            if frame is not None:
+                frame.tail = None
+        highest = float(self.highest())
         self.passes(block, is_replay=True)
+        if len(self._pieces) > passed + 1:
+            last = self._pieces.pop()
+            self._pieces[-1] = self._pieces[-1]._replace(left=last.left, tail=highest)

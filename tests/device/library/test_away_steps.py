@@ -17,7 +17,6 @@ from torchckpt.distributed.moving import AllMoved, Boundaries
 from torchckpt.planning import Block, Host, Kind, Link, Stage, one_f_one_b
 from torchckpt.planning.plan import plan_pipeline
 from torchckpt.regions.flags import local
-from torchckpt.regions.live import LiveStorages
 from torchckpt.regions.moved.copies import copies_of
 
 ROWS, WIDTH, HIDDEN, BLOCKS, MICRO_BATCHES = 4096, 8, 64, 8, 6  # what tanh returns has 1 MiB, and goes
@@ -71,7 +70,7 @@ class Pipeline:
         self.schedule = one_f_one_b(p, MICRO_BATCHES)
 
     def _sent(self, stage, device):
-        scope, x = AllMoved(LiveStorages(device)), torch.randn(ROWS, WIDTH, device=device, requires_grad=True)
+        scope, x = AllMoved(), torch.randn(ROWS, WIDTH, device=device, requires_grad=True)
         with scope.entered():
             y = stage(x)
         assert y.grad_fn is not None

@@ -1,4 +1,4 @@
-"""Blocks whose own backward takes much memory: beside blocks that are kept it comes on top of them."""
+"""Blocks whose own backward, or forward, takes much memory: beside blocks that are kept it comes on top of them."""
 from __future__ import annotations
 
 import re
@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.distributed.budget.test_gradients import NEW
 from tests.distributed.stages import SIZE, SPLIT, batch, parameters_of, schedule_on, stages_of, step
-from tests.own_memory import Nested, Plain, Spread
+from tests.own_memory import Nested, Plain, Spread, SummedFirst, SummedLast
 from tests.settings import with_gloo
 from tests.slow import slow_but
 from torchckpt import BudgetInfeasible, checkpoint_module
@@ -34,7 +34,10 @@ class Stage(nn.Module):
         return self.blocks(x)
 
 
-STAGES = {"nested": (Plain, Nested), "between": (Plain, Nested, Plain, Spread), "spread": (Plain, Plain, Spread)}
+STAGES = {
+    "nested": (Plain, Nested), "between": (Plain, Nested, Plain, Spread), "spread": (Plain, Plain, Spread),
+    "first": (SummedFirst, SummedFirst, SummedFirst), "last": (SummedLast, SummedLast, SummedLast),
+}  # fmt: skip
 
 
 def stepped(name, kinds, budget, steps=6):
@@ -48,7 +51,10 @@ def stepped(name, kinds, budget, steps=6):
 
 
 NAMES = ("ScheduleGPipe", "Schedule1F1B", SPLIT[0])
-QUICK = [(NAMES[0], "nested"), (NAMES[1], "nested"), (NAMES[0], "between"), (NAMES[2], "spread")]
+QUICK = [
+    (NAMES[0], "nested"), (NAMES[1], "nested"), (NAMES[0], "between"), (NAMES[2], "spread"), (NAMES[0], "first"),
+    (NAMES[2], "last"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "kinds"), slow_but(QUICK, [(name, kinds) for name in NAMES for kinds in STAGES]))

@@ -14,7 +14,7 @@ from torchckpt.planning.order.schedule import Kind
 from torchckpt.planning.work.block import Stage
 from torchckpt.planning.work.choice import Choice
 
-__all__ = ["Change", "Curve", "Level", "Piece", "changes_of", "curve", "levels_of", "use_bytes", "uses_of"]
+__all__ = ["Change", "Curve", "Level", "Piece", "changes_of", "curve", "levels_of", "makes_of", "use_bytes", "uses_of"]
 
 Curve: TypeAlias = tuple[tuple[float, float], ...]
 """The bytes alive on one rank, as (seconds, bytes) at each change."""
@@ -30,15 +30,14 @@ class Change(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Bytes of a rank during a measured piece of an action: a block, or a replay of it.
-
-    In a forward, the replay is the same forward of the block where it was kept: its bytes above those that it left.
-    """
+    """Bytes of a rank during a measured piece of an action: a block, or a replay of it."""
 
     block: int
     is_replay: bool
     highest: float
     left: float
+    tail: float = 0.0
+    """Of a replay that ran on to the end of its forward: the most bytes from where it could stop; else any less."""
 
 
 class Level(NamedTuple):
@@ -87,6 +86,14 @@ def use_bytes(stage: Stage, late: Collection[int]) -> float:
         else:
             freed += blocks[block].saved_bytes
     return start + extra
+
+
+def makes_of(stage: Stage, recomputed: Collection[int]) -> Iterator[tuple[int, float]]:
+    """Each block, from the first to the one behind all, and the bytes of a visit while its forward is in it."""
+    alive = stage.before.saved_bytes
+    for block, part in enumerate([*stage.blocks, stage.after]):
+        alive += part.boundary_bytes if block in recomputed else part.saved_bytes
+        yield block, alive
 
 
 def uses_of(stage: Stage, late: Collection[int]) -> Iterator[tuple[int, float]]:

@@ -72,11 +72,12 @@ def test_gradients_that_were_there_count_from_the_first_action_that_makes_them_o
     assert [(level.highest, level.left, level.entered) for level in found.values()] == [
         *[(10, 5, 7)] * 3, (1010, 1005, 7), (1110, 1105, 1007), *[(1110, 1105, 1107)] * 2,
     ]  # fmt: skip
-    pieces = Piece(0, False, 4.0, 2.0), Piece(0, True, 3.0, 0.0)
+    pieces = Piece(0, False, 4.0, 2.0), Piece(0, True, 3.0, 0.0, 4.0)
     order = {action: Level(10.0, 5.0, 7.0, pieces) for action in actions("0B0 0F1")}
     backward, forward = with_gradients(order, {0: 100.0}).values()
-    assert backward.pieces == (Piece(0, False, 104.0, 102.0), Piece(0, True, 103.0, 100.0))
-    assert forward.pieces == (Piece(0, False, 104.0, 102.0), Piece(0, True, 3.0, 0.0))  # which is relative
+    assert backward.pieces == forward.pieces == (
+        Piece(0, False, 104.0, 102.0, 100.0), Piece(0, True, 103.0, 100.0, 104.0)
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -6,23 +6,26 @@ runs, and a kept region continues to hold most of them.
 
 A whole backward is measured piece by piece (:class:`~torchckpt.planning.step.memory.Piece`): a block whose backward
 takes much takes it beside all blocks before it that are kept, while the most that a backward takes may be elsewhere if
-all are recomputed. Where blocks may go to a host, a forward is measured so, too: what is alive beside the extra memory
-of a block depends on where others leave and come back.
+all are recomputed. So is a forward; what a block of it takes that is kept is seen from its replay.
 """
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from torchckpt.planning.order.schedule import Action, Kind, Schedule
 from torchckpt.planning.step.boundary import levels_of_places, places_of
-from torchckpt.planning.step.memory import Level, uses_of
+from torchckpt.planning.step.memory import Level, Piece, makes_of, uses_of
 from torchckpt.planning.step.simulated import Step
 from torchckpt.planning.work.block import Stage
 from torchckpt.planning.work.choice import Choices
 
 __all__ = ["ExtraMemory", "MeasuredStep", "beside_of", "peak_bytes", "with_gradients"]
+
+
+Pieces: TypeAlias = "Mapping[tuple[int, bool], ExtraMemory]"
+"""Those of an action, by block and whether it is the replay."""
 
 
 class ExtraMemory(NamedTuple):
@@ -35,7 +38,9 @@ class ExtraMemory(NamedTuple):
     enters: float = 0.0
     """The bytes that it rises by until it starts to recompute. A plan may keep more bytes at that moment."""
     pieces: Mapping[tuple[int, bool], ExtraMemory] = {}
-    """Those of its pieces, by block and whether it is the replay, if they were measured."""
+    """Those of its pieces, if they were measured."""
+    tail: float = 0.0
+    """Of the piece of a replay: the bytes that it rises by in what it need not run."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,7 @@ class MeasuredStep:
                 left = level.left - counted.left
                 enters = max(0.0, level.entered - counted_left - before)
                 by_block = {place.boundary.block: each for place, each in zip(at, levels)}
-                pieces = dict(_pieces(action, level, by_block, before))
+                pieces = dict(_pieces(level, by_block, before))
                 extra[action] = ExtraMemory(level.highest - counted.highest - before, left - before, enters, pieces)
                 before, counted_left = left, counted.left
         return extra
@@ -91,27 +96,21 @@ def with_gradients(levels: Mapping[Action, Level], gradient_bytes: Mapping[int, 
         entered = level.entered + made
         if action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD):
             made += left.pop(action.stage, 0.0)
-        pieces = tuple(
-            piece if piece.is_replay and action.kind is Kind.FORWARD  # whose bytes are relative
-            else piece._replace(highest=piece.highest + made, left=piece.left + made)
-            for piece in level.pieces
-        )
+        pieces = tuple(Piece(*piece[:2], *(amount + made for amount in piece[2:])) for piece in level.pieces)
         shifted[action] = Level(level.highest + made, level.left + made, entered, pieces)
     return shifted
 
 
 def _pieces(
-    action: Action, level: Level, counted: Mapping[int, Level], before: float
+    level: Level, counted: Mapping[int, Level], before: float
 ) -> Iterator[tuple[tuple[int, bool], ExtraMemory]]:
     """The extra memory of the pieces of an action, for the level of each of its blocks as it is ``counted``."""
     if [piece.block for piece in level.pieces if not piece.is_replay] != list(counted):  # one after the other
         return
-    for block, is_replay, highest, left in level.pieces:
-        if is_replay and action.kind is Kind.FORWARD:
-            yield (block, True), ExtraMemory(highest, 0.0)
-            continue
+    for block, is_replay, highest, left, tail in level.pieces:
         left -= counted[block].highest if is_replay else counted[block].left
-        yield (block, is_replay), ExtraMemory(highest - counted[block].highest - before, left - before)
+        rises, rises_in_tail = (amount - counted[block].highest - before for amount in (highest, tail))
+        yield (block, is_replay), ExtraMemory(rises, left - before, tail=rises_in_tail)
         before = left
 
 
@@ -153,8 +152,14 @@ def highest_bytes(step: Step, rank: int, beside: Mapping[Action, ExtraMemory]) -
             extra = extra._replace(rises=max(extra.rises, replays.get(action.stage, 0.0)))
         highest = counted.highest + before + extra.rises
         pieces = beside.get(action, _NOTHING).pieces
+        if action.kind is Kind.FORWARD:
+            backward = beside.get(action._replace(kind=Kind.BACKWARD), _NOTHING).pieces
+            pieces = {**pieces, **_if_kept(pieces, backward)} if backward else {}
         if at and pieces:
             by_block = [(place.boundary.block, level.highest) for place, level in zip(at, levels)]
+            highest = before + max(_highest_of_pieces(action.kind, by_block, pieces, choice.recomputed))
+        elif pieces and action.kind is Kind.FORWARD:
+            by_block = [(block, counted_left + made) for block, made in makes_of(stage, choice.recomputed)]
             highest = before + max(_highest_of_pieces(action.kind, by_block, pieces, choice.recomputed))
         elif pieces and action.kind is Kind.BACKWARD:
             by_block = [(block, counted.left + use) for block, use in uses_of(stage, choice.late)]
@@ -174,11 +179,17 @@ def _highest_of_pieces(
         piece, replay = pieces[block, False], pieces.get((block, True), _NOTHING)
         rises = piece.rises
         if kind is Kind.FORWARD and block not in recomputed and (block, True) in pieces:
-            rises = piece.leaves + replay.rises
+            rises = max(piece.leaves, replay.rises)
         elif kind is Kind.BACKWARD and block in recomputed:
             rises = max(rises, replay.rises)
         yield highest + before + rises
         before += piece.leaves + replay.leaves
+
+
+def _if_kept(pieces: Pieces, backward: Pieces) -> Pieces:
+    """What a block of a forward rises by where it is kept: what its replay does, to its end."""
+    replays = {(block, True): backward.get((block, True)) for block, _ in pieces}
+    return {key: ExtraMemory(max(each.rises, each.tail), 0.0) for key, each in replays.items() if each is not None}
 
 
 _NOTHING = ExtraMemory(0.0, 0.0)
