@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from torchckpt.regions.saved import storages_of
 from torchckpt.tensors import tensors_in
 from torchckpt.typing import Function
 
-__all__ = ["CountingScope", "RegionBytes"]
+__all__ = ["CountedFrame", "CountingScope", "RegionBytes"]
 
 
 class RegionBytes:
@@ -74,7 +74,7 @@ class RegionBytes:
 
     def frame(self, options: Options) -> Frame:
         """A frame for the next region."""
-        return _CountedFrame(options, self)
+        return CountedFrame(options, self)
 
     def replayed(self, region: int, frame: Frame) -> None:
         """Count the saved tensors of a region. Call it right after the replay."""
@@ -108,14 +108,26 @@ class RegionBytes:
         return float(sum(new.values()))
 
 
-class _CountedFrame(Frame):
-    def __init__(self, options: Options, saved: RegionBytes) -> None:
+class CountedFrame(Frame):
+    """A frame of a counted step.
+
+    Args:
+        saved: counts what it saves. None: nothing does.
+        ended: called when its forward has ended.
+    """
+
+    def __init__(
+        self, options: Options, saved: RegionBytes | None, ended: Callable[[], object] | None = None
+    ) -> None:
         super().__init__(options)
-        self._saved = saved
+        self._saved, self._ended = saved, ended
 
     def forward(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self._saved.region((args, kwargs)):
-            return super().forward(function, args, kwargs)
+        with nullcontext() if self._saved is None else self._saved.region((args, kwargs)):
+            outputs = super().forward(function, args, kwargs)
+        if self._ended is not None:
+            self._ended()
+        return outputs
 
 
 class CountingScope(Scope):

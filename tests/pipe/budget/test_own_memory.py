@@ -1,11 +1,11 @@
-"""Blocks whose own backward takes much memory: beside blocks that are kept it comes on top of them."""
+"""Blocks whose own backward, or forward, takes much memory: beside blocks that are kept it comes on top of them."""
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import nn
 
-from tests.own_memory import Nested, Plain, Spread
+from tests.own_memory import Nested, Plain, Spread, SummedFirst
 from tests.pipe.budget.models import SIZE, WAYS, step
 from tests.slow import slow_but
 from torchckpt import BudgetInfeasible, Pipe
@@ -16,6 +16,7 @@ MODELS = {
     "nested": ((Plain, Nested), [2]),
     "between": ((Plain, Nested, Plain, Spread), [4]),
     "spread": ((Plain, Plain, Spread, Plain, Nested), [3, 2]),
+    "first": ((Plain, Plain, SummedFirst, SummedFirst), [3, 1]),
 }
 
 
@@ -31,7 +32,10 @@ def stepped(name, way, budget):
 
 @pytest.mark.parametrize(
     ("name", "way"),
-    slow_but([("nested", "step"), ("nested", "graph"), ("spread", "step")], [(n, w) for n in MODELS for w in WAYS]),
+    slow_but(
+        [("nested", "step"), ("nested", "graph"), ("spread", "step"), ("first", "graph")],
+        [(n, w) for n in MODELS for w in WAYS],
+    ),
 )
 def test_a_step_takes_at_most_what_is_planned(name, way):
     with pytest.raises(BudgetInfeasible) as caught:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchckpt.measuring.live import LiveBytes, Watch
 from torchckpt.measuring.record import Record, with_seconds
-from torchckpt.measuring.saved import RegionBytes
+from torchckpt.measuring.saved import CountedFrame, RegionBytes
 from torchckpt.modules import is_compiled
 from torchckpt.pipe.partition import Stage
 from torchckpt.planning import Action, Kind, Schedule
@@ -141,7 +141,7 @@ class Count:
     def frame(self, visit: Visit, block: int, options: Options) -> Frame:
         """The frame for a block of a visit."""
         saved = self._saved.get(visit[0]) if visit[1] == _COUNTED else None
-        frame = Frame(options) if saved is None else saved.frame(options)
+        frame = CountedFrame(options, saved, partial(self._live[self._placement[visit[0]]].passes, block))
         frame.around = partial(self._replaying, visit, block)
         return frame
 

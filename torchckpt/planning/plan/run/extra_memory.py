@@ -154,7 +154,7 @@ def highest_bytes(step: Step, rank: int, beside: Mapping[Action, ExtraMemory]) -
         pieces = beside.get(action, _NOTHING).pieces
         if action.kind is Kind.FORWARD:
             backward = beside.get(action._replace(kind=Kind.BACKWARD), _NOTHING).pieces
-            pieces = {**pieces, **_if_kept(pieces, backward)} if backward else {}
+            pieces = {**pieces, **_if_kept(pieces, backward, stage)} if backward else {}
         if at and pieces:
             by_block = [(place.boundary.block, level.highest) for place, level in zip(at, levels)]
             highest = before + max(_highest_of_pieces(action.kind, by_block, pieces, choice.recomputed))
@@ -186,10 +186,12 @@ def _highest_of_pieces(
         before += piece.leaves + replay.leaves
 
 
-def _if_kept(pieces: Pieces, backward: Pieces) -> Pieces:
-    """What a block of a forward rises by where it is kept: what its replay does, to its end."""
-    replays = {(block, True): backward.get((block, True)) for block, _ in pieces}
-    return {key: ExtraMemory(max(each.rises, each.tail), 0.0) for key, each in replays.items() if each is not None}
+def _if_kept(pieces: Pieces, backward: Pieces, stage: Stage) -> Pieces:
+    """What a block of a forward rises by where it is kept: what its replay does, to its end if that was measured; and
+    no fewer bytes are there than where it is not kept."""
+    replays = ((block, each) for (block, is_replay), each in backward.items() if is_replay)
+    there = ((block, each, pieces[block, False].rises - stage.blocks[block].freed_bytes) for block, each in replays)
+    return {(block, True): ExtraMemory(max(each.rises, each.tail, least), 0.0) for block, each, least in there}
 
 
 _NOTHING = ExtraMemory(0.0, 0.0)
