@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -44,6 +45,9 @@ _DEVICES = {
     "MI300X": ("mi300x", DEVICES["mi300x"]),
 }  # fmt: skip
 """The devices of the rows: rates, and a data sheet. The clock of a card falls with the root of its power, about."""
+_OTHER_CARDS = ("PCIe", "PCIE", "NVL")
+"""Cards of the same name with other peaks."""
+_PRECISIONS = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4")
 _SCHEDULES = {
     "none": "1f1b", "zb-1p": "zero_bubble", "interleaved_zero_bubble": "zero_bubble",
     "interleaved_1f1b (modified)": "interleaved_1f1b",
@@ -88,6 +92,8 @@ class Run:
         name = self.gpu.split(" (")[0].replace("-class", "")
         if "HBM2e" in self.gpu or "95 GiB" in self.gpu:
             return "H100 500W"
+        if any(word in self.gpu for word in _OTHER_CARDS):
+            return None
         return next((known for known in (name, *name.split()[:1]) if known in _DEVICES), None)
 
     @property
@@ -100,7 +106,12 @@ class Run:
     @property
     def is_low_precision(self) -> bool:
         """Whether anything else than bf16 and fp16 is multiplied."""
-        return (self.precision or "bf16").partition(" ")[0].partition("/")[0] not in ("bf16", "fp16")
+        return self._multiplied not in ("bf16", "fp16")
+
+    @property
+    def _multiplied(self) -> str:
+        """The precision of most products."""
+        return (self.precision or "bf16").lower().partition(" ")[0].partition("/")[0]
 
     def reason(self, *, timed: bool) -> str:
         """Why the time, or the memory, of the row cannot be predicted; empty if it can."""
@@ -114,6 +125,8 @@ class Run:
             return "the layout is not printed"
         if timed and self.device_name is None:
             return f"no data sheet of {self.gpu}"
+        if timed and self._multiplied not in _PRECISIONS:
+            return f"no rate of products in {self.precision}"
         if not self.recompute and self.kind != "MoE" and not (timed and self.kind == "fp8"):
             return "recompute is not printed"
         return self._trouble if self.outcome in (None, "ok") else f"the run ended: {self.outcome}"
@@ -194,9 +207,9 @@ class Run:
     @property
     def _recompute(self) -> tuple[str, float]:
         detail, kind = self.recompute_detail or "", self.recompute or "none"
-        if "2nd" in detail:
-            return "full", 0.5
-        if "share of the layers" in detail and self.hfu_pct:
+        if every := re.search(r"every (\d+)(?:nd|rd|th)", detail):
+            return "full", 1 / max(1, int(every[1]))
+        if "share of the layers" in detail and self.hfu_pct and self.mfu_pct:
             return "full", min(1.0, 3 * (self.hfu_pct / self.mfu_pct - 1))
         return kind, 1.0
 
@@ -255,27 +268,35 @@ class Run:
             gradient = 0.0 if "fuse" in self.levers else 2.0
             return replace(base, gradient_bytes=gradient, optimizer_bytes=2.0 if "8bit" in self.levers else 4.0)
         if "ZeRO" in sharding or "stage" in sharding:
-            return replace(base, gradient_bytes=2.0, gradients_shared="stage 2" in sharding)
+            return replace(base, gradient_bytes=2.0, gradients_shared=self._stage == 2)
         return base
+
+    @property
+    def _stage(self) -> int:
+        """The stage of ZeRO: what data-parallel ranks share."""
+        named = re.search(r"(?:ZeRO|stage)\D{0,9}(\d)", self.optimizer_sharding or "")
+        return int(named[1]) if named else self.zero_stage or 0
 
     @cached_property
     def layout(self) -> Layout:
         row, sharding = self.row, self.optimizer_sharding or ""
         recompute, share = self._recompute
-        state = "zero1" if "distributed" in sharding or "ZeRO" in sharding or "stage" in sharding else "none"
-        fsdp = max(row["fsdp"] or 1, 1) if "SDP" in sharding else 1
+        state = "zero1" if any(word in sharding for word in ("distributed", "ZeRO", "stage")) else "none"
         name, _, way = (row["schedule"] or "none").partition(" + ")
-        pp, dp = row["pp"] or 1, row["dp"] or 1
+        pp, dp, cp = row["pp"] or 1, row["dp"] or 1, row["cp"] or 1
+        fsdp = 1
+        if "SDP" in sharding or (state == "zero1" and self._stage == 3):
+            fsdp = row["fsdp"] or dp * cp
         chunks = row["vpp"] or (2 if "interleaved" in name else 1)
         return Layout(
-            gpus=row["gpus"], tp=row["tp"] or 1, cp=row["cp"] or 1, ep=row["ep"] or 1, pp=pp, dp=dp,
+            gpus=row["gpus"], tp=row["tp"] or 1, cp=cp, ep=row["ep"] or 1, pp=pp, dp=dp,
             micro_batch=row["micro_batch"],
             global_batch=(row["microbatches_per_step"] or 1) * dp * row["micro_batch"],
             sequence=row["seq_len"], schedule=_SCHEDULES.get(name, name),
             head=_HEADS.get(way, "last"), ahead=_AHEAD.get(way, (pp + 1) // 2 if way == "interlaced" else 0),
             chunks=chunks if "interleaved" in name and pp > 1 else 1,
             recompute=recompute, recomputed_share=share, state="fsdp2" if fsdp > 1 else state,
-            shards=fsdp if fsdp > 1 else dp if state == "zero1" else 0,
+            shards=fsdp if fsdp > 1 else 0,
             sequence_parallel=bool(row["sp"]) or self._is_titan, software=self.software,
         )  # fmt: skip
 
@@ -285,6 +306,11 @@ class Run:
         if layout.shards > layout.dp * layout.cp:
             received = f"fsdp={layout.shards}, dp={layout.dp}, cp={layout.cp}"
             raise_fault(Fault(f"more ranks share the state than dp x cp: {received}", received, f"dp={layout.shards}"))
+        split = {name: getattr(layout, name) for name in ("tp", "cp", "pp", "dp")}
+        if math.prod(split.values()) != layout.gpus:
+            received = ", ".join(f"{name}={ranks}" for name, ranks in split.items())
+            rule = f"the {layout.gpus} GPUs are not tp x cp x pp x dp: {received}"
+            raise_fault(Fault(rule, received, f"gpus={math.prod(split.values())}"))
         if layout.stages * layout.micro_batches > _MOST_VISITS:
             received = f"{layout.stages} stages x {layout.micro_batches} micro-batches"
             raise_fault(Fault(f"the step is too long to simulate: {received}", received, "fewer micro-batches"))
