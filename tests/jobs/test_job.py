@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from torchckpt.jobs import MACHINES, MODELS, Job, Layout, Model, Software, memory_of
+from torchckpt.jobs.layout import SOFTWARE
 from torchckpt.planning.work.choice import State
 from torchckpt.planning.work.collective import Collective
 
@@ -145,10 +146,39 @@ def test_messages_between_nodes_take_longer():
 
 
 def test_what_a_backward_needs_beside_what_is_saved():
-    """Gradients of activations, 0.3 of a layer, or what selective recomputation makes again; less the logits."""
+    """Gradients of activations, 0.3 of a layer, or what selective recomputation makes again; the logits, which are
+    freed before, count as far as they are more."""
     first, *_, last = memory_of(job())
-    assert first.working == 0.3 * job().work[True].saved.whole
-    assert last.working == 0
+    layer = job().work[True].saved.whole
+    assert first.working == last.working == 0.3 * layer
+    logits = 2048 * 32000 * Software().loss_bytes
+    assert last.activations + last.working == pytest.approx(2 * layer + logits)
     unfused = job(recompute="selective", software=Software(attention="unfused"))
     saved = unfused.work[True].saved
     assert memory_of(unfused)[0].working == saved.whole - saved.kept > 0
+
+
+@pytest.mark.parametrize("vocab", [1000, 32000, 128000])
+@pytest.mark.parametrize("batch", [4, 8])
+@pytest.mark.parametrize(
+    ("state", "framework"),
+    [("none", "megatron"), ("zero1", "megatron"), ("fsdp2", "megatron"), ("fsdp2", "torchtitan")],
+)
+def test_the_peak_is_at_the_loss_or_in_the_first_replay(state, framework, batch, vocab):
+    """One rank, everything recomputed: the inputs of all layers and the logits, or a whole layer beside these inputs,
+    with the gradients of its activations; with FSDP2 also its weights in two bytes and its gradients. A tenth of all
+    gradients is there then, none at the loss."""
+    software = SOFTWARE[framework]
+    model = replace(SMALL, vocab=vocab, hidden=2048, ffn=8192)
+    changes = {"pp": 1, "dp": 4, "global_batch": batch, "recompute": "full", "state": state, "software": software}
+    one = job(model, **changes)
+    (memory,), saved = memory_of(one), one.work[True].saved
+    logits = one.layout.tokens * vocab * software.loss_bytes
+    gradients = model.parameters / (4 if state == "fsdp2" else 1) * software.gradient_bytes
+    late = gradients if state == "fsdp2" and batch == 4 else 0.0
+    replay = saved.whole - saved.boundary + 0.3 * saved.whole
+    if state == "fsdp2":
+        replay += model.layer_parameters(0) * (software.reduce_bytes + 2)
+    most = max(logits, replay + 0.1 * late) + model.layers * saved.boundary
+    rest = memory.weights + memory.optimizer + memory.gathered + gradients - late
+    assert memory.total == pytest.approx(rest + most)

@@ -17,10 +17,12 @@ from torchckpt.planning.work.block import NOTHING, Block, Link, Stage, fixed
 from torchckpt.planning.work.choice import Choice, Choices
 from torchckpt.planning.work.collective import Collective
 
-__all__ = ["Job"]
+__all__ = ["EARLY", "Job"]
 
 _SPLIT = (*SPLIT, "zb-2p")
 """Schedules with split backwards."""
+EARLY = 0.1
+"""The share of a step's gradients that its first replays see."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,9 @@ class Job:
     def _stage(self, stage: int) -> Stage:
         dense = [self.model.is_dense(layer) for layer in self.layers[stage]]
         is_split, is_last = self.layout.head == "split", stage == len(self.layers) - 1
-        head = self._head.block(self.loss_bytes(stage) * self.holds_loss) if is_last or is_split else NOTHING
+        head = NOTHING
+        if is_last or is_split:
+            head = self._head.block(self.held_loss_bytes(self.layout.placement[stage]) * self.holds_loss)
         once = self._head.embedding if stage == 0 else 0.0
         if self.layout.pp == 1:
             once += self._fsdp_ends
@@ -116,6 +120,31 @@ class Job:
         layout, last = self.layout, len(self.layers) - 1
         share = 1 / len(self.layers) if layout.head == "split" else float(stage == last)
         return layout.tokens * self.model.vocab / layout.tp * layout.software.loss_bytes * share
+
+    def held_loss_bytes(self, rank: int) -> float:
+        """The logits of a micro-batch on a rank, as far as they are more than what takes their place in its backward,
+        which a rank has at any time."""
+        logits = sum(self.loss_bytes(stage) for stage, place in enumerate(self.layout.placement) if place == rank)
+        return max(0.0, logits - self.working_bytes(rank) - self.late_bytes(rank) * EARLY)
+
+    def working_bytes(self, rank: int) -> float:
+        """What a backward needs beside what is saved: gradients of activations, or what a selective recompute makes
+        again; of FSDP2 also a layer's gradients, and its weights in two bytes."""
+        layers = self.rank_layers[rank]
+        if not layers:
+            return 0.0
+        saved = max((self.work[self.model.is_dense(layer)].saved for layer in layers), key=lambda saved: saved.whole)
+        working = max(0.3 * saved.whole, saved.whole - saved.kept)
+        if self.layout.state == "fsdp2":
+            unit = max(sum(self.held_parameters(layer)) for layer in layers)
+            working += unit * (self.layout.software.reduce_bytes + 2)
+        return working
+
+    def late_bytes(self, rank: int) -> float:
+        """Gradients that are not there yet at the loss: of FSDP2, in the first backward of a step."""
+        layout = self.layout
+        is_first = layout.state == "fsdp2" and layout.pp == 1 and layout.micro_batches == 1
+        return layout.software.gradient_bytes * self.shared(*self.rank_parameters[rank]) if is_first else 0.0
 
     @cached_property
     def _blocks(self) -> dict[bool, Block]:
