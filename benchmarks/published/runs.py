@@ -190,9 +190,13 @@ class Run:
         return Model(
             row["model"], row["layers"], row["hidden"], row["heads"], row["ffn"] or 4 * row["hidden"],
             row["vocab"] or 51200, row["kv_heads"] or 0, row["head_dim"] or 0, bool(row["gated_mlp"]),
-            bool(row["tied_embeddings"]),
+            bool(row["tied_embeddings"]), row["seq_len"] if self._says("learned positions") else 0,
+            True if self._says("linear biases") else None,
             **{name: moe.get(key) or 0 for key, name in OF_EXPERTS.items()},
         )  # fmt: skip
+
+    def _says(self, words: str) -> bool:
+        return words in f"{self.model_kind} {self.notes}"
 
     @property
     def _attention(self) -> str:

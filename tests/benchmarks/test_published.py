@@ -142,6 +142,14 @@ def test_the_state_is_shared_as_the_row_says_by_context_parallel_ranks_too(shard
     assert each == pytest.approx(parts)
 
 
+def test_learned_positions_and_biases_count_where_the_row_has_them(rows):
+    words = {}, {"model_kind": "dense gpt (learned positions)"}, {"notes": "learned positions, linear biases"}
+    plain, positions, biases = (runs.Run({**rows[0].row, **each}).sizes for each in words)
+    assert positions.parameters - plain.parameters == plain.hidden * rows[0].seq_len
+    assert biases.positions == rows[0].seq_len
+    assert (plain.has_biases, biases.has_biases) == (False, True)
+
+
 def test_recomputed_layers_are_as_many_as_the_row_says(rows):
     row = {**rows[0].row, "recompute": "selective", "framework": "torchtitan"}
     shares = {f"every {every} layer": 1 / int(every[0]) for every in ("2nd", "3rd", "4th")}

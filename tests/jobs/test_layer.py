@@ -48,6 +48,8 @@ def test_saved_bytes_of_korthikanti():
     one = saved_of(GPT, replace(layout, tp=8))
     assert one.whole == tokens * (10 * hidden + (24 * hidden + 5 * 96 * 2048) / 8)
     assert saved_of(GPT, replace(layout, tp=8, sequence_parallel=True)).whole == saved.whole / 8
+    flash = saved_of(GPT, replace(layout, software=Software(attention="flash2", dropout=True)))
+    assert flash.whole == tokens * (34 * hidden + 4 * 96)  # both masks of hidden dropout as well
 
 
 def test_selective_recomputation_by_module():
