@@ -17,11 +17,11 @@ from torchckpt.planning.work.block import NOTHING, Block, Link, Stage, fixed
 from torchckpt.planning.work.choice import Choice, Choices
 from torchckpt.planning.work.collective import Collective
 
-__all__ = ["EARLY", "Job"]
+__all__ = ["Job"]
 
 _SPLIT = (*SPLIT, "zb-2p")
 """Schedules with split backwards."""
-EARLY = 0.1
+_EARLY = 0.1
 """The share of a step's gradients that its first replays see."""
 
 
@@ -125,7 +125,7 @@ class Job:
         """The logits of a micro-batch on a rank, as far as they are more than what takes their place in its backward,
         which a rank has at any time."""
         logits = sum(self.loss_bytes(stage) for stage, place in enumerate(self.layout.placement) if place == rank)
-        return max(0.0, logits - self.working_bytes(rank) - self.late_bytes(rank) * EARLY)
+        return max(0.0, logits - self.working_bytes(rank) - self.late_bytes(rank) * _EARLY)
 
     def working_bytes(self, rank: int) -> float:
         """What a backward needs beside what is saved: gradients of activations, or what a selective recompute makes
@@ -141,10 +141,23 @@ class Job:
         return working
 
     def late_bytes(self, rank: int) -> float:
-        """Gradients that are not there yet at the loss: of FSDP2, in the first backward of a step."""
-        layout = self.layout
-        is_first = layout.state == "fsdp2" and layout.pp == 1 and layout.micro_batches == 1
-        return layout.software.gradient_bytes * self.shared(*self.rank_parameters[rank]) if is_first else 0.0
+        """Gradients that are not there yet at the loss, in a step of one backward. FSDP2 has none before, and modules
+        of torch on one rank; others have buffers of them."""
+        layout, software = self.layout, self.layout.software
+        is_alone = layout.dp * layout.cp == 1 and not software.regathers
+        if layout.pp > 1 or layout.micro_batches > 1 or not (layout.state == "fsdp2" or is_alone):
+            return 0.0
+        return software.gradient_bytes * self.shared(*self.rank_parameters[rank])
+
+    def missing_bytes(self, rank: int, peak: float) -> float:
+        """Those of them that are not there where a rank holds most: in its first replay, which sees ``peak`` bytes, or
+        in its last one, which sees those of one layer and all gradients."""
+        late = self.late_bytes(rank)
+        if not late:
+            return 0.0
+        saved = self.work[self.model.is_dense(0)].saved
+        last = saved.kept if self.layout.recompute in ("none", "selective") else saved.whole
+        return min((1 - _EARLY) * late, max(0.0, peak - last))
 
     @cached_property
     def _blocks(self) -> dict[bool, Block]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 
-from torchckpt.jobs.job import EARLY, Job
+from torchckpt.jobs.job import Job
 
 __all__ = ["RankMemory", "memory_of"]
 
@@ -60,7 +60,7 @@ def _rank(job: Job, rank: int, peak: float) -> RankMemory:
     gradients = shared if software.gradients_shared else parameters
     return RankMemory(
         parameters * software.parameter_bytes,
-        gradients * software.gradient_bytes,
+        gradients * software.gradient_bytes - job.missing_bytes(rank, peak),
         shared * software.optimizer_bytes,
         0.0,
         peak,
@@ -79,7 +79,7 @@ def _fsdp(job: Job, rank: int, peak: float) -> RankMemory:
     gathered += 4 * parameters if layout.pp > 1 else 0.0
     return RankMemory(
         software.parameter_bytes * shared,
-        software.gradient_bytes * shared - (1 - EARLY) * job.late_bytes(rank),
+        software.gradient_bytes * shared - job.missing_bytes(rank, peak),
         software.optimizer_bytes * shared,
         gathered,
         peak,
