@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from benchmarks.published.fields import KEYS, OF_EXPERTS, wrong_fields
+from benchmarks.published.fields import KEYS, OF_EXPERTS, OF_LATENTS, wrong_fields
 from torchckpt.errors import ArgumentError, Fault, brief, raise_fault
 from torchckpt.jobs.job import Job
 from torchckpt.jobs.layout import Layout, Software
@@ -187,12 +187,15 @@ class Run:
     @cached_property
     def sizes(self) -> Model:
         moe, row = self.moe or {}, self.row
+        mla = moe.get("mla") or {}
+        head = (mla.get("qk_nope") or 0) + (mla.get("qk_rope") or 0) or row["head_dim"] or 0
         return Model(
             row["model"], row["layers"], row["hidden"], row["heads"], row["ffn"] or 4 * row["hidden"],
-            row["vocab"] or 51200, row["kv_heads"] or 0, row["head_dim"] or 0, bool(row["gated_mlp"]),
+            row["vocab"] or 51200, row["kv_heads"] or 0, head, bool(row["gated_mlp"]),
             bool(row["tied_embeddings"]), row["seq_len"] if self._says("learned positions") else 0,
             True if self._says("linear biases") else None,
             **{name: moe.get(key) or 0 for key, name in OF_EXPERTS.items()},
+            **{name: mla.get(key) or 0 for key, name in OF_LATENTS.items()},
         )  # fmt: skip
 
     def _says(self, words: str) -> bool:
@@ -380,7 +383,7 @@ _OF_TIME = {
     "foundry-h100_80gb-30b-8192": "80 GB are nearly full: the allocator frees and asks again",
     "bridge-q30": "experts: the dispatcher's kernels and its waits for counts of tokens are not in the model",
     "bridge26": "experts: dispatch and an uneven load are not in the model",
-    "bridge25.09-H100-DeepSeek": "latent attention is counted as a plain one of 128 heads",
+    "bridge25.09-H100-DeepSeek": "experts: a token may go once to a node, and beside what is computed",
     "titan25-asynctp-70.6-fp8": "fp8: the share of products that runs in it is not printed",
     "flagperf-mixtral": "experts; the length of its sequences was assumed, not printed",
     "nemo24.12-Nemotron": "fp8, and recomputation is not printed",

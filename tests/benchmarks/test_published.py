@@ -86,7 +86,7 @@ def test_rows_that_cannot_be_predicted_say_why_and_count(printed, rows):
 
 WRONG = {
     "a text": (5, [1], {"a": 1}, True, "\ud800"), "true or false": (1, "x", []),
-    "an object of whole numbers": (1, [], {"topk": "2"}),
+    "an object of whole numbers": (1, [], {"topk": "2"}, {"mla": 1}, {"mla": {"q_lora": "1"}}),
     "a whole number": (-1, 1.5, "8", float("nan"), 10**400, True, [1]),
     "a number": (-1, "x", float("nan"), float("inf"), True, 1e-300),
 }  # fmt: skip
@@ -148,6 +148,13 @@ def test_learned_positions_and_biases_count_where_the_row_has_them(rows):
     assert positions.parameters - plain.parameters == plain.hidden * rows[0].seq_len
     assert biases.positions == rows[0].seq_len
     assert (plain.has_biases, biases.has_biases) == (False, True)
+
+
+def test_latent_attention_is_read(rows):
+    (run,) = (run for run in rows if run.moe and run.moe.get("mla"))
+    assert run.sizes.parameters == 671_026_404_352
+    no_query = {**run.moe, "mla": {**run.moe["mla"], "q_lora": None}}
+    assert runs.Run({**run.row, "moe": no_query}).sizes.query_rank == 0
 
 
 def test_recomputed_layers_are_as_many_as_the_row_says(rows):

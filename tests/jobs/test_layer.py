@@ -195,3 +195,41 @@ def test_a_device_without_a_number_that_is_needed(monkeypatch):
     monkeypatch.delitem(MACHINES, "h100")
     with pytest.raises(ArgumentError, match="what the device reaches of its peaks is not known; it is of a100"):
         machine_named("h100")
+
+
+LATENT = Model(
+    "latent", layers=2, hidden=1024, heads=16, ffn=4096, vocab=32000, head_dim=96, query_rank=384, kv_rank=256,
+    rotated=32, value_dim=64,
+)  # fmt: skip
+
+
+def test_latent_attention():
+    """As DeepSeek's: queries of 384 numbers, keys and values of 256 others, and 32 numbers of a key that all heads
+    share; each rank makes all of these, its heads alone from them."""
+    tp, layout = 4, Layout(sequence=2048, tp=4, gpus=4)
+    work = LayerWork(LATENT, layout, H100)
+    down, queries, keys, out = 1024 * (384 + 256 + 32), 384 * 16 * 96, 256 * 16 * (64 + 64), 16 * 64 * 1024
+    attention = LATENT.attention_parameters - 2 * 1024 - 384 - 256
+    assert attention == down + queries + keys + out
+    whole = LATENT.whole_parameters(0)
+    assert whole == 2 * 1024 + 384 + 256 + down
+    products = 2 * 2048 * (down + (queries + keys + out + 3 * 1024 * 4096) / tp)
+    assert work.flops == products + 2048**2 * 16 * (96 + 64) / tp
+    saved = saved_of(LATENT, layout).whole
+    heads = 2 * 16 * (96 + 96 + 64 + 64) + 6 * 4096 + 4 * 16
+    assert saved == 2048 * (8 * 1024 + 4 * (384 + 256) + heads) / tp
+    plain = replace(LATENT, query_rank=0)
+    assert plain.attention_parameters - LATENT.attention_parameters == 16 * 96 * (1024 - 384) - 1024 * 384 - 384
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({"kv_rank": 0}, "a model without latent attention has query_rank"),
+        ({"kv_heads": 4}, "latent attention has as many heads of keys and values as of queries"),
+        ({"rotated": 128}, "more of a key is rotated than it has"),
+    ],
+)
+def test_sizes_of_latent_attention_that_do_not_go_together(changes, wrong):
+    with pytest.raises(ArgumentError, match=wrong):
+        replace(LATENT, **changes)
