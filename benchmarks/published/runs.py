@@ -242,11 +242,11 @@ class Run:
     @property
     def _loss_bytes(self) -> float:
         """Of a logit: Megatron's loss works in place; eager mode has it in two bytes and three times in float32; a
-        compiled loss (since 2025) keeps no float32; a chunked one an eighth of that."""
+        loss that is compiled with the head (since 2025, not in torchtune) keeps no float32; a chunked one an eighth."""
         size = 10.0
-        if "SDP" in (self.optimizer_sharding or "") or (self._is_torch and not self.compile):
-            old = "2024" in self._framework.replace("torchtune (2024", "")
-            size = 4.0 if self.compile and not old else 14.0
+        if "SDP" in (self.optimizer_sharding or "") or self._is_torch:
+            is_apart = not self.compile or any(word in self._framework for word in ("2024", "torchtune"))
+            size = 14.0 if is_apart else 4.0
         return 4 + size / 8 if "chunk" in self.levers else size
 
     @cached_property

@@ -157,6 +157,20 @@ def test_latent_attention_is_read(rows):
     assert runs.Run({**run.row, "moe": no_query}).sizes.query_rank == 0
 
 
+@pytest.mark.parametrize(
+    ("framework", "compiled", "sharding", "size"),
+    [
+        ("torchtitan 820504e (2025-06)", True, "FSDP2", 4), ("torchtitan 9dec370 (2024-12)", True, "FSDP2", 14),
+        ("torchtune (2024-11)", True, "none", 14), ("torchtune", True, "none", 14), ("torchtune", False, "none", 14),
+        ("Megatron-Core", False, "none", 10),
+    ],
+)  # fmt: skip
+def test_bytes_of_a_logit_are_those_of_the_framework(framework, compiled, sharding, size, rows):
+    row = {**rows[0].row, "framework": framework, "compile": compiled, "optimizer_sharding": sharding}
+    assert runs.Run(row).software.loss_bytes == size
+    assert runs.Run(row, levers=frozenset(["chunk"])).software.loss_bytes == 4 + size / 8
+
+
 def test_recomputed_layers_are_as_many_as_the_row_says(rows):
     row = {**rows[0].row, "recompute": "selective", "framework": "torchtitan"}
     shares = {f"every {every} layer": 1 / int(every[0]) for every in ("2nd", "3rd", "4th")}
