@@ -55,6 +55,7 @@ _SCHEDULES = {
 _HEADS = {"redis": "balanced", "vocab-1": "split", "vocab-2": "split", "interlaced": "split"}
 _AHEAD = {"vocab-1": 2, "vocab-2": 1}
 """Forwards more ahead; of an interlaced head half as many as ranks."""
+_MODULES = ("mlp", "layernorm", "moe_act", "core_attn", "moe", "shared_experts", "mla_up_proj")
 _MOST_VISITS = 2**18
 """Of a simulated step."""
 _EAGER = ("titan", "foundry", "fms", "torchtune", "automodel", "fsdp", "paddle")
@@ -236,8 +237,7 @@ class Run:
         if self._is_titan and "core" not in detail:
             return ("products",)
         words = detail.replace(",", " ").replace("+", " ").split()
-        named = tuple(word for word in words if word in ("mlp", "layernorm", "moe_act", "core_attn"))
-        return named or ("core_attn",)
+        return tuple(word for word in words if word in _MODULES) or ("core_attn",)
 
     @property
     def _loss_bytes(self) -> float:

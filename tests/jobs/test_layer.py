@@ -233,3 +233,35 @@ def test_latent_attention():
 def test_sizes_of_latent_attention_that_do_not_go_together(changes, wrong):
     with pytest.raises(ArgumentError, match=wrong):
         replace(LATENT, **changes)
+
+
+def test_selective_recomputation_by_module_of_experts():
+    """As Megatron names them: ``mlp`` is that of layers without experts, ``moe_act`` the routed experts' activation."""
+    model = replace(MODELS["mixtral-8x7b"], shared=1)
+    none = LayerWork(model, Layout(gpus=8, dp=8, ep=8, sequence=2048), H100, dense=False)
+
+    def under(module, dense=False):
+        software = Software(selective=(module,))
+        return replace(none, layout=replace(none.layout, recompute="selective", software=software), dense=dense)
+
+    token = 6 * 14336
+    gone = {"mlp": 0, "moe_act": 2 * 2 * 14336, "shared_experts": token, "moe": 3 * token + 2 * 2 * 4096}
+    for module, size in gone.items():
+        assert none.saved.whole - under(module).saved.kept == pytest.approx(2048 * size)
+    assert under("moe", dense=True).saved.kept == under("moe", dense=True).saved.whole
+    backwards = {module: under(module).block.input_grad_seconds for module in gone}
+    assert backwards["mlp"] == backwards["moe_act"] == none.block.input_grad_seconds
+    assert backwards["mlp"] < backwards["shared_experts"] < backwards["moe"]
+    again = [each for each in under("moe").collectives if each.phase == "replay"]
+    assert [(each.kind, each.dimension, each.count) for each in again] == [("all_to_all", "ep", 2)]
+    assert not any(each.phase == "replay" for each in under("shared_experts").collectives)
+
+
+def test_selective_recomputation_of_latent_attention():
+    software = Software(selective=("mla_up_proj",))
+    layout = Layout(sequence=2048, tp=4, gpus=4, recompute="selective", software=software)
+    again, none = LayerWork(LATENT, layout, H100), LayerWork(LATENT, replace(layout, recompute="none"), H100)
+    assert again.saved.whole - again.saved.kept == 2048 * 2 * 16 * (96 + 96 + 64) / 4
+    made = Product(2048, 16 * 96 / 4, 384), Product(2048, 16 * 128 / 4, 256)
+    seconds = again.block.input_grad_seconds - none.block.input_grad_seconds
+    assert seconds == pytest.approx(sum(map(H100.product, made)))

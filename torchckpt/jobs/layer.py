@@ -138,10 +138,15 @@ class LayerWork:
 
     @cached_property
     def _again(self) -> tuple[Collective, ...]:
-        """Those of a replay: as the forward, but the last where it stops early. A selective one has none."""
+        """Those of a replay: as the forward, but the last where it stops early. A selective one has those of experts,
+        if these run again."""
+        again = [each._replace(phase="replay") for each in self._forward]
+        if self.layout.recompute == "selective":
+            is_sent = not self.dense and "moe" in self.layout.software.selective
+            return tuple(each for each in again if each.dimension == "ep" and is_sent)
         if self.layout.recompute not in ("full", "planned"):
             return ()
-        *others, last = (each._replace(phase="replay") for each in self._forward)
+        *others, last = again
         return (*others, last._replace(count=last.count - self.layout.software.stops_early))
 
     @property
@@ -198,15 +203,25 @@ class LayerWork:
             return forward - last - self._seconds(*self._forward) + self._seconds(*self._again)
         if layout.recompute == "none":
             return 0.0
-        modules, products = layout.software.selective, self.products
-        if "products" in modules:
-            return 0.45 * sum(map(self.machine.product, products)) + 0.9 * self.elementwise
+        if "products" in layout.software.selective:
+            return 0.45 * sum(map(self.machine.product, self.products)) + 0.9 * self.elementwise
+        return self._replayed_modules(layout.software.selective)
+
+    def _replayed_modules(self, modules: tuple[str, ...]) -> float:
+        """Seconds of what a selective recomputation runs again."""
+        layout, model, products = self.layout, self.model, self.products
         seconds = self.attention[0] if "core_attn" in modules else 0.0
-        if "mlp" in modules:
-            seconds += sum(map(self.machine.product, products[2:4])) + self.machine.stream(
-                6 * layout.tokens * self.model.width(self.dense) / layout.tp
-            )
-        return seconds
+        again, width = [], 0
+        if "mlp" in modules and self.dense:
+            again, width = [*products[2:4]], model.ffn
+        elif "moe" in modules and not self.dense:
+            again, width = [*products[2 : 5 + 2 * (model.shared > 0)]], model.width(False)
+        elif "shared_experts" in modules and model.shared and not self.dense:
+            again, width = [*products[4:6]], model.shared * model.expert_ffn
+        if "mla_up_proj" in modules and model.kv_rank:
+            again += products[0], products[-2]
+        seconds += sum(map(self.machine.product, again)) + self._seconds(*self._again)
+        return seconds + self.machine.stream(6 * layout.tokens * width / layout.tp)
 
     @property
     def flops(self) -> float:
@@ -287,7 +302,16 @@ def saved_of(model: Model, layout: Layout, dense: bool = True) -> Saved:
     if "products" in modules:
         made = 2 * (query + output + keys + width + hidden)
         return Saved(whole, boundary + layout.tokens * made / tp, boundary)
-    gone = 0 if flash or "core_attn" not in modules else scores
-    gone += (first + second if "mlp" in modules and dense else 0) + (second if "moe_act" in modules else 0)
+    gone = 0.0 if flash or "core_attn" not in modules else scores
+    if dense:
+        gone += first + second if "mlp" in modules else 0
+    elif "moe" in modules:
+        gone += first + second + routed
+    else:
+        shared = model.shared / (model.active + model.shared)
+        gone += second * (1 - shared) if "moe_act" in modules else 0
+        gone += (first + second) * shared if "shared_experts" in modules else 0
+    if model.kv_rank and "mla_up_proj" in modules:
+        gone += 2 * (query + keys * (1 + model.value_share))
     norms_gone = layout.tokens * 4 * hidden * split if "layernorm" in modules else 0.0
     return Saved(whole, whole - layout.tokens * gone / tp - norms_gone, boundary)
