@@ -269,11 +269,11 @@ class Run:
         return self._with_states(base, self.state_dtypes or "", self.optimizer_sharding or "")
 
     def _with_states(self, base: Software, dtypes: str, sharding: str) -> Software:
-        if "SDP" in sharding:
-            return replace(base, parameter_bytes=4.0, gradient_bytes=4.0, optimizer_bytes=8.0)
         if "all bf16" in dtypes:
             gradient = 0.0 if "fuse" in self.levers else 2.0
             return replace(base, gradient_bytes=gradient, optimizer_bytes=2.0 if "8bit" in self.levers else 4.0)
+        if "SDP" in sharding:
+            return replace(base, parameter_bytes=4.0, gradient_bytes=4.0, optimizer_bytes=8.0)
         if "ZeRO" in sharding or "stage" in sharding:
             return replace(base, gradient_bytes=2.0, gradients_shared=self._stage == 2)
         return base

@@ -122,19 +122,21 @@ def test_a_row_without_a_step_says_why(change, reason, rows):
 
 
 @pytest.mark.parametrize(
-    ("sharding", "stage", "parts"),
+    ("sharding", "stage", "dtypes", "parts"),
     [
-        ("distributed optimizer", 1, (2.0, 4.0, 12 / 4)),
-        ("ZeRO stage 1", None, (2.0, 2.0, 12 / 4)),
-        ("ZeRO", 1, (2.0, 2.0, 12 / 4)),
-        ("ZeRO-2", None, (2.0, 2 / 4, 12 / 4)),
-        ("DeepSpeed ZeRO 3", 3, (2 / 4, 2 / 4, 12 / 4)),
-        ("sharding stage 3, degree 4", None, (2 / 4, 2 / 4, 12 / 4)),
-        ("FSDP2", 3, (4 / 4, 4 / 4, 8 / 4)),
+        ("distributed optimizer", 1, "", (2.0, 4.0, 12 / 4)),
+        ("ZeRO stage 1", None, "", (2.0, 2.0, 12 / 4)),
+        ("ZeRO", 1, "", (2.0, 2.0, 12 / 4)),
+        ("ZeRO-2", None, "", (2.0, 2 / 4, 12 / 4)),
+        ("DeepSpeed ZeRO 3", 3, "", (2 / 4, 2 / 4, 12 / 4)),
+        ("sharding stage 3, degree 4", None, "", (2 / 4, 2 / 4, 12 / 4)),
+        ("FSDP2", 3, "", (4 / 4, 4 / 4, 8 / 4)),
+        ("FSDP2", 3, "all bf16", (2 / 4, 2 / 4, 4 / 4)),
     ],
 )
-def test_the_state_is_shared_as_the_row_says_by_context_parallel_ranks_too(sharding, stage, parts, rows):
-    changes = {"optimizer_sharding": sharding, "zero_stage": stage, "fsdp": None, "dp": 2, "cp": 2, "gpus": 4}
+def test_the_state_is_shared_as_the_row_says_by_context_parallel_ranks_too(sharding, stage, dtypes, parts, rows):
+    states = {"state_dtypes": dtypes} if dtypes else {}
+    changes = {"optimizer_sharding": sharding, "zero_stage": stage, "fsdp": None, "dp": 2, "cp": 2, "gpus": 4, **states}
     dense = {"recompute": "full", "micro_batch": 1, "framework": "DeepSpeed", "microbatches_per_step": 2}
     run = runs.Run({**rows[0].row, **changes, **dense})
     (memory,) = memory_of(run.job)
