@@ -114,6 +114,12 @@ def test_the_published_configurations_of_latent_attention(read):
     assert kimi.parameters == pytest.approx(1.04e12, rel=0.02)
 
 
+def test_keys_that_change_no_size(read):
+    """Of SmolLM2's published configurations."""
+    more = {"transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}}, "is_llama_config": True}
+    assert read({**LLAMA, **more}) == read(LLAMA)
+
+
 @pytest.mark.parametrize(
     ("keys", "wrong"),
     [
