@@ -45,7 +45,7 @@ _DEVICES = {
     "MI300X": ("mi300x", DEVICES["mi300x"]),
 }  # fmt: skip
 """The devices of the rows: rates, and a data sheet. The clock of a card falls with the root of its power, about."""
-_OTHER_CARDS = ("PCIe", "PCIE", "NVL")
+_OTHER_CARDS = re.compile(r"\b(PCIe|PCIE|NVL)\b")
 """Cards of the same name with other peaks."""
 _PRECISIONS = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4")
 _SCHEDULES = {
@@ -93,7 +93,7 @@ class Run:
         name = self.gpu.split(" (")[0].replace("-class", "")
         if "HBM2e" in self.gpu or "95 GiB" in self.gpu:
             return "H100 500W"
-        if any(word in self.gpu for word in _OTHER_CARDS):
+        if _OTHER_CARDS.search(self.gpu):
             return None
         return next((known for known in (name, *name.split()[:1]) if known in _DEVICES), None)
 

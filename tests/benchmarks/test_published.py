@@ -80,6 +80,7 @@ def test_rows_that_cannot_be_predicted_say_why_and_count(printed, rows):
     assert no_layout.reason(timed=True) == no_layout.reason(timed=False) == "the layout is not printed"
     for card in ("TPU v5", "H100 PCIe", "A100-PCIE-40GB", "A100 40GB PCIe", "H100 NVL"):
         assert runs.Run({**rows[0].row, "gpu": card}).reason(timed=True) == f"no data sheet of {card}"
+    assert runs.Run({**rows[0].row, "gpu": "A100 80GB (NVLink)"}).device_name == "A100"
     assert runs.Run({**rows[0].row, "precision": "fp32"}).reason(timed=True) == "no rate of products in fp32"
     assert runs.Run({**rows[0].row, "precision": "BF16"}).kind == rows[0].kind == predict.KINDS[0]
 
