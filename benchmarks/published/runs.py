@@ -47,7 +47,7 @@ _DEVICES = {
 """The devices of the rows: rates, and a data sheet. The clock of a card falls with the root of its power, about."""
 _OTHER_CARDS = re.compile(r"\b(PCIe|PCIE|NVL)\b")
 """Cards of the same name with other peaks."""
-_PRECISIONS = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4")
+_NO_RATES = ("fp32", "tf32", "fp64", "float32", "float64", "int8")
 _SCHEDULES = {
     "none": "1f1b", "zb-1p": "zero_bubble", "interleaved_zero_bubble": "zero_bubble",
     "interleaved_1f1b (modified)": "interleaved_1f1b",
@@ -126,7 +126,7 @@ class Run:
             return "the layout is not printed"
         if timed and self.device_name is None:
             return f"no data sheet of {self.gpu}"
-        if timed and self._multiplied not in _PRECISIONS:
+        if timed and self._multiplied in _NO_RATES:
             return f"no rate of products in {self.precision}"
         if not self.recompute and self.kind != "MoE" and not (timed and self.kind == "fp8"):
             return "recompute is not printed"
