@@ -27,6 +27,8 @@ OF_EXPERTS = {
     "experts": "experts", "topk": "active", "shared": "shared", "moe_ffn": "expert_ffn", "dense_layers": "dense_layers",
 }  # fmt: skip
 """The fields of ``moe``, and those of a Model."""
+OF_LATENTS = {"q_lora": "query_rank", "kv_lora": "kv_rank", "qk_rope": "rotated", "v_head": "value_dim"}
+"""Those of its ``mla``."""
 _MOST = 2.0**24
 _LEAST = 2.0**-24
 """Of a number, but 0: no step is shorter."""
@@ -45,7 +47,11 @@ def _is(kind: str, value: Any) -> bool:
     if kind == "true or false":
         return isinstance(value, bool)
     if kind == "an object of whole numbers":
-        return isinstance(value, dict) and all(_is("a whole number", value.get(key) or 0) for key in OF_EXPERTS)
+        latents = value.get("mla") or {} if isinstance(value, dict) else None
+        if not isinstance(latents, dict):
+            return False
+        named = [*map(value.get, OF_EXPERTS), *map(latents.get, (*OF_LATENTS, "qk_nope"))]
+        return all(_is("a whole number", each or 0) for each in named)
     if isinstance(value, bool) or not isinstance(value, int if kind == "a whole number" else int | float):
         return False
     return value == 0 or (_LEAST if kind == "a number" else 1) <= value <= _MOST

@@ -3,12 +3,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from benchmarks.published.fields import KEYS, OF_EXPERTS, wrong_fields
+from benchmarks.published.fields import KEYS, OF_EXPERTS, OF_LATENTS, wrong_fields
 from torchckpt.errors import ArgumentError, Fault, brief, raise_fault
 from torchckpt.jobs.job import Job
 from torchckpt.jobs.layout import Layout, Software
@@ -44,6 +45,9 @@ _DEVICES = {
     "MI300X": ("mi300x", DEVICES["mi300x"]),
 }  # fmt: skip
 """The devices of the rows: rates, and a data sheet. The clock of a card falls with the root of its power, about."""
+_OTHER_CARDS = re.compile(r"\b(PCIe|PCIE|NVL)\b")
+"""Cards of the same name with other peaks."""
+_NO_RATES = ("fp32", "tf32", "fp64", "float32", "float64", "int8")
 _SCHEDULES = {
     "none": "1f1b", "zb-1p": "zero_bubble", "interleaved_zero_bubble": "zero_bubble",
     "interleaved_1f1b (modified)": "interleaved_1f1b",
@@ -51,6 +55,7 @@ _SCHEDULES = {
 _HEADS = {"redis": "balanced", "vocab-1": "split", "vocab-2": "split", "interlaced": "split"}
 _AHEAD = {"vocab-1": 2, "vocab-2": 1}
 """Forwards more ahead; of an interlaced head half as many as ranks."""
+_MODULES = ("mlp", "layernorm", "moe_act", "core_attn", "moe", "shared_experts", "mla_up_proj")
 _MOST_VISITS = 2**18
 """Of a simulated step."""
 _EAGER = ("titan", "foundry", "fms", "torchtune", "automodel", "fsdp", "paddle")
@@ -88,6 +93,8 @@ class Run:
         name = self.gpu.split(" (")[0].replace("-class", "")
         if "HBM2e" in self.gpu or "95 GiB" in self.gpu:
             return "H100 500W"
+        if _OTHER_CARDS.search(self.gpu):
+            return None
         return next((known for known in (name, *name.split()[:1]) if known in _DEVICES), None)
 
     @property
@@ -100,7 +107,12 @@ class Run:
     @property
     def is_low_precision(self) -> bool:
         """Whether anything else than bf16 and fp16 is multiplied."""
-        return (self.precision or "bf16").partition(" ")[0].partition("/")[0] not in ("bf16", "fp16")
+        return self._multiplied not in ("bf16", "fp16")
+
+    @property
+    def _multiplied(self) -> str:
+        """The precision of most products."""
+        return (self.precision or "bf16").lower().partition(" ")[0].partition("/")[0]
 
     def reason(self, *, timed: bool) -> str:
         """Why the time, or the memory, of the row cannot be predicted; empty if it can."""
@@ -114,6 +126,8 @@ class Run:
             return "the layout is not printed"
         if timed and self.device_name is None:
             return f"no data sheet of {self.gpu}"
+        if timed and self._multiplied in _NO_RATES:
+            return f"no rate of products in {self.precision}"
         if not self.recompute and self.kind != "MoE" and not (timed and self.kind == "fp8"):
             return "recompute is not printed"
         return self._trouble if self.outcome in (None, "ok") else f"the run ended: {self.outcome}"
@@ -174,12 +188,19 @@ class Run:
     @cached_property
     def sizes(self) -> Model:
         moe, row = self.moe or {}, self.row
+        mla = moe.get("mla") or {}
+        head = (mla.get("qk_nope") or 0) + (mla.get("qk_rope") or 0) or row["head_dim"] or 0
         return Model(
             row["model"], row["layers"], row["hidden"], row["heads"], row["ffn"] or 4 * row["hidden"],
-            row["vocab"] or 51200, row["kv_heads"] or 0, row["head_dim"] or 0, bool(row["gated_mlp"]),
-            bool(row["tied_embeddings"]),
+            row["vocab"] or 51200, row["kv_heads"] or 0, head, bool(row["gated_mlp"]),
+            bool(row["tied_embeddings"]), row["seq_len"] if self._says("learned positions") else 0,
+            True if self._says("linear biases") else None,
             **{name: moe.get(key) or 0 for key, name in OF_EXPERTS.items()},
+            **{name: mla.get(key) or 0 for key, name in OF_LATENTS.items()},
         )  # fmt: skip
+
+    def _says(self, words: str) -> bool:
+        return words in f"{self.model_kind} {self.notes}"
 
     @property
     def _attention(self) -> str:
@@ -194,9 +215,9 @@ class Run:
     @property
     def _recompute(self) -> tuple[str, float]:
         detail, kind = self.recompute_detail or "", self.recompute or "none"
-        if "2nd" in detail:
-            return "full", 0.5
-        if "share of the layers" in detail and self.hfu_pct:
+        if every := re.search(r"every (\d+)(?:nd|rd|th)", detail):
+            return "full", 1 / max(1, int(every[1]))
+        if "share of the layers" in detail and self.hfu_pct and self.mfu_pct:
             return "full", min(1.0, 3 * (self.hfu_pct / self.mfu_pct - 1))
         return kind, 1.0
 
@@ -216,17 +237,16 @@ class Run:
         if self._is_titan and "core" not in detail:
             return ("products",)
         words = detail.replace(",", " ").replace("+", " ").split()
-        named = tuple(word for word in words if word in ("mlp", "layernorm", "moe_act", "core_attn"))
-        return named or ("core_attn",)
+        return tuple(word for word in words if word in _MODULES) or ("core_attn",)
 
     @property
     def _loss_bytes(self) -> float:
         """Of a logit: Megatron's loss works in place; eager mode has it in two bytes and three times in float32; a
-        compiled loss (since 2025) keeps no float32; a chunked one an eighth of that."""
+        loss that is compiled with the head (since 2025, not in torchtune) keeps no float32; a chunked one an eighth."""
         size = 10.0
-        if "SDP" in (self.optimizer_sharding or "") or (self._is_torch and not self.compile):
-            old = "2024" in self._framework.replace("torchtune (2024", "")
-            size = 4.0 if self.compile and not old else 14.0
+        if "SDP" in (self.optimizer_sharding or "") or self._is_torch:
+            is_apart = not self.compile or any(word in self._framework for word in ("2024", "torchtune"))
+            size = 14.0 if is_apart else 4.0
         return 4 + size / 8 if "chunk" in self.levers else size
 
     @cached_property
@@ -249,33 +269,41 @@ class Run:
         return self._with_states(base, self.state_dtypes or "", self.optimizer_sharding or "")
 
     def _with_states(self, base: Software, dtypes: str, sharding: str) -> Software:
-        if "SDP" in sharding:
-            return replace(base, parameter_bytes=4.0, gradient_bytes=4.0, optimizer_bytes=8.0)
         if "all bf16" in dtypes:
             gradient = 0.0 if "fuse" in self.levers else 2.0
             return replace(base, gradient_bytes=gradient, optimizer_bytes=2.0 if "8bit" in self.levers else 4.0)
+        if "SDP" in sharding:
+            return replace(base, parameter_bytes=4.0, gradient_bytes=4.0, optimizer_bytes=8.0)
         if "ZeRO" in sharding or "stage" in sharding:
-            return replace(base, gradient_bytes=2.0, gradients_shared="stage 2" in sharding)
+            return replace(base, gradient_bytes=2.0, gradients_shared=self._stage == 2)
         return base
+
+    @property
+    def _stage(self) -> int:
+        """The stage of ZeRO: what data-parallel ranks share."""
+        named = re.search(r"(?:ZeRO|stage)\D{0,9}(\d)", self.optimizer_sharding or "")
+        return int(named[1]) if named else self.zero_stage or 0
 
     @cached_property
     def layout(self) -> Layout:
         row, sharding = self.row, self.optimizer_sharding or ""
         recompute, share = self._recompute
-        state = "zero1" if "distributed" in sharding or "ZeRO" in sharding or "stage" in sharding else "none"
-        fsdp = max(row["fsdp"] or 1, 1) if "SDP" in sharding else 1
+        state = "zero1" if any(word in sharding for word in ("distributed", "ZeRO", "stage")) else "none"
         name, _, way = (row["schedule"] or "none").partition(" + ")
-        pp, dp = row["pp"] or 1, row["dp"] or 1
+        pp, dp, cp = row["pp"] or 1, row["dp"] or 1, row["cp"] or 1
+        fsdp = 1
+        if "SDP" in sharding or (state == "zero1" and self._stage == 3):
+            fsdp = row["fsdp"] or dp * cp
         chunks = row["vpp"] or (2 if "interleaved" in name else 1)
         return Layout(
-            gpus=row["gpus"], tp=row["tp"] or 1, cp=row["cp"] or 1, ep=row["ep"] or 1, pp=pp, dp=dp,
+            gpus=row["gpus"], tp=row["tp"] or 1, cp=cp, ep=row["ep"] or 1, pp=pp, dp=dp,
             micro_batch=row["micro_batch"],
             global_batch=(row["microbatches_per_step"] or 1) * dp * row["micro_batch"],
             sequence=row["seq_len"], schedule=_SCHEDULES.get(name, name),
             head=_HEADS.get(way, "last"), ahead=_AHEAD.get(way, (pp + 1) // 2 if way == "interlaced" else 0),
             chunks=chunks if "interleaved" in name and pp > 1 else 1,
             recompute=recompute, recomputed_share=share, state="fsdp2" if fsdp > 1 else state,
-            shards=fsdp if fsdp > 1 else dp if state == "zero1" else 0,
+            shards=fsdp if fsdp > 1 else 0,
             sequence_parallel=bool(row["sp"]) or self._is_titan, software=self.software,
         )  # fmt: skip
 
@@ -285,6 +313,11 @@ class Run:
         if layout.shards > layout.dp * layout.cp:
             received = f"fsdp={layout.shards}, dp={layout.dp}, cp={layout.cp}"
             raise_fault(Fault(f"more ranks share the state than dp x cp: {received}", received, f"dp={layout.shards}"))
+        split = {name: getattr(layout, name) for name in ("tp", "cp", "pp", "dp")}
+        if math.prod(split.values()) != layout.gpus:
+            received = ", ".join(f"{name}={ranks}" for name, ranks in split.items())
+            rule = f"the {layout.gpus} GPUs are not tp x cp x pp x dp: {received}"
+            raise_fault(Fault(rule, received, f"gpus={math.prod(split.values())}"))
         if layout.stages * layout.micro_batches > _MOST_VISITS:
             received = f"{layout.stages} stages x {layout.micro_batches} micro-batches"
             raise_fault(Fault(f"the step is too long to simulate: {received}", received, "fewer micro-batches"))
@@ -350,7 +383,7 @@ _OF_TIME = {
     "foundry-h100_80gb-30b-8192": "80 GB are nearly full: the allocator frees and asks again",
     "bridge-q30": "experts: the dispatcher's kernels and its waits for counts of tokens are not in the model",
     "bridge26": "experts: dispatch and an uneven load are not in the model",
-    "bridge25.09-H100-DeepSeek": "latent attention is counted as a plain one of 128 heads",
+    "bridge25.09-H100-DeepSeek": "experts: a token may go once to a node, and beside what is computed",
     "titan25-asynctp-70.6-fp8": "fp8: the share of products that runs in it is not printed",
     "flagperf-mixtral": "experts; the length of its sequences was assumed, not printed",
     "nemo24.12-Nemotron": "fp8, and recomputation is not printed",

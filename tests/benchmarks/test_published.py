@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.published import fields, fit, pairs, predict, runs
 from tests.scripts import ROOT
+from torchckpt.jobs import memory_of
 
 HERE = ROOT / "benchmarks" / "published"
 PAGE = (ROOT / "docs" / "accuracy.md").read_text(encoding="utf-8")
@@ -77,12 +78,16 @@ def test_rows_that_cannot_be_predicted_say_why_and_count(printed, rows):
     assert "do not divide into m // ranks rounds" in odd.reason(timed=True)
     no_layout = runs.Run({**rows[0].row, **dict.fromkeys(("tp", "cp", "pp", "dp", "fsdp")), "gpus": 8})
     assert no_layout.reason(timed=True) == no_layout.reason(timed=False) == "the layout is not printed"
-    assert runs.Run({**rows[0].row, "gpu": "TPU v5"}).reason(timed=True) == "no data sheet of TPU v5"
+    for card in ("TPU v5", "H100 PCIe", "A100-PCIE-40GB", "A100 40GB PCIe", "H100 NVL"):
+        assert runs.Run({**rows[0].row, "gpu": card}).reason(timed=True) == f"no data sheet of {card}"
+    assert runs.Run({**rows[0].row, "gpu": "A100 80GB (NVLink)"}).device_name == "A100"
+    assert runs.Run({**rows[0].row, "precision": "fp32"}).reason(timed=True) == "no rate of products in fp32"
+    assert runs.Run({**rows[0].row, "precision": "BF16"}).kind == rows[0].kind == predict.KINDS[0]
 
 
 WRONG = {
     "a text": (5, [1], {"a": 1}, True, "\ud800"), "true or false": (1, "x", []),
-    "an object of whole numbers": (1, [], {"topk": "2"}),
+    "an object of whole numbers": (1, [], {"topk": "2"}, {"mla": 1}, {"mla": {"q_lora": "1"}}),
     "a whole number": (-1, 1.5, "8", float("nan"), 10**400, True, [1]),
     "a number": (-1, "x", float("nan"), float("inf"), True, 1e-300),
 }  # fmt: skip
@@ -106,6 +111,8 @@ def test_values_of_another_kind_cannot_be_predicted_and_count(tmp_path, rows, ca
         ({"dp": None, "fsdp": 8}, "more ranks share the state than dp x cp: fsdp=8, dp=1, cp=1"),
         ({"moe": {"experts": 8, "topk": None, "moe_ffn": 8}}, "a model with experts lacks active"),
         ({"heads": 7, "head_dim": None}, "hidden of the model does not divide by its heads"),
+        ({"gpus": 100}, "the 100 GPUs are not tp x cp x pp x dp: tp=1, cp=1, pp=1, dp=8"),
+        ({"dp": None, "fsdp": None}, "the 8 GPUs are not tp x cp x pp x dp: tp=1, cp=1, pp=1, dp=1"),
         ({"microbatches_per_step": 2**20}, "the step is too long to simulate: 1 stages x 1048576 micro-batches"),
     ],
 )
@@ -113,6 +120,67 @@ def test_a_row_without_a_step_says_why(change, reason, rows):
     odd = runs.Run({**rows[0].row, **change})
     assert reason in odd.reason(timed=True)
     assert reason in odd.reason(timed=False)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "stage", "dtypes", "parts"),
+    [
+        ("distributed optimizer", 1, "", (2.0, 4.0, 12 / 4)),
+        ("ZeRO stage 1", None, "", (2.0, 2.0, 12 / 4)),
+        ("ZeRO", 1, "", (2.0, 2.0, 12 / 4)),
+        ("ZeRO-2", None, "", (2.0, 2 / 4, 12 / 4)),
+        ("DeepSpeed ZeRO 3", 3, "", (2 / 4, 2 / 4, 12 / 4)),
+        ("sharding stage 3, degree 4", None, "", (2 / 4, 2 / 4, 12 / 4)),
+        ("FSDP2", 3, "", (4 / 4, 4 / 4, 8 / 4)),
+        ("FSDP2", 3, "all bf16", (2 / 4, 2 / 4, 4 / 4)),
+    ],
+)
+def test_the_state_is_shared_as_the_row_says_by_context_parallel_ranks_too(sharding, stage, dtypes, parts, rows):
+    states = {"state_dtypes": dtypes} if dtypes else {}
+    changes = {"optimizer_sharding": sharding, "zero_stage": stage, "fsdp": None, "dp": 2, "cp": 2, "gpus": 4, **states}
+    dense = {"recompute": "full", "micro_batch": 1, "framework": "DeepSpeed", "microbatches_per_step": 2}
+    run = runs.Run({**rows[0].row, **changes, **dense})
+    (memory,) = memory_of(run.job)
+    each = [size / run.sizes.parameters for size in (memory.weights, memory.gradients, memory.optimizer)]
+    assert each == pytest.approx(parts)
+
+
+def test_learned_positions_and_biases_count_where_the_row_has_them(rows):
+    words = {}, {"model_kind": "dense gpt (learned positions)"}, {"notes": "learned positions, linear biases"}
+    plain, positions, biases = (runs.Run({**rows[0].row, **each}).sizes for each in words)
+    assert positions.parameters - plain.parameters == plain.hidden * rows[0].seq_len
+    assert biases.positions == rows[0].seq_len
+    assert (plain.has_biases, biases.has_biases) == (False, True)
+
+
+def test_latent_attention_is_read(rows):
+    (run,) = (run for run in rows if run.moe and run.moe.get("mla"))
+    assert run.sizes.parameters == 671_026_404_352
+    no_query = {**run.moe, "mla": {**run.moe["mla"], "q_lora": None}}
+    assert runs.Run({**run.row, "moe": no_query}).sizes.query_rank == 0
+
+
+@pytest.mark.parametrize(
+    ("framework", "compiled", "sharding", "size"),
+    [
+        ("torchtitan 820504e (2025-06)", True, "FSDP2", 4), ("torchtitan 9dec370 (2024-12)", True, "FSDP2", 14),
+        ("torchtune (2024-11)", True, "none", 14), ("torchtune", True, "none", 14), ("torchtune", False, "none", 14),
+        ("Megatron-Core", False, "none", 10),
+    ],
+)  # fmt: skip
+def test_bytes_of_a_logit_are_those_of_the_framework(framework, compiled, sharding, size, rows):
+    row = {**rows[0].row, "framework": framework, "compile": compiled, "optimizer_sharding": sharding}
+    assert runs.Run(row).software.loss_bytes == size
+    assert runs.Run(row, levers=frozenset(["chunk"])).software.loss_bytes == 4 + size / 8
+
+
+def test_recomputed_layers_are_as_many_as_the_row_says(rows):
+    row = {**rows[0].row, "recompute": "selective", "framework": "torchtitan"}
+    shares = {f"every {every} layer": 1 / int(every[0]) for every in ("2nd", "3rd", "4th")}
+    for detail, share in shares.items():
+        assert runs.Run({**row, "recompute_detail": detail}).layout.recomputed_share == share
+    unknown = {"recompute_detail": "a share of the layers", "hfu_pct": 50, "mfu_pct": None}
+    assert runs.Run({**row, "recompute": "full", **unknown}).layout.recomputed_share == 1
 
 
 def test_a_file_of_the_same_form(tmp_path, rows, capsys):

@@ -5,7 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from torchckpt.jobs import MACHINES, MODELS, Job, Layout, Model, Software, memory_of
+from torchckpt.jobs import MACHINES, MODELS, Job, Layout, Model, Software, memory_of, plan_job
+from torchckpt.jobs.layout import SOFTWARE
+from torchckpt.jobs.plan import rooms
+from torchckpt.planning.device import left_to_tensors
 from torchckpt.planning.work.choice import State
 from torchckpt.planning.work.collective import Collective
 
@@ -145,10 +148,67 @@ def test_messages_between_nodes_take_longer():
 
 
 def test_what_a_backward_needs_beside_what_is_saved():
-    """Gradients of activations, 0.3 of a layer, or what selective recomputation makes again; less the logits."""
+    """Gradients of activations, 0.3 of a layer, or what selective recomputation makes again; the logits, which are
+    freed before, count as far as they are more."""
     first, *_, last = memory_of(job())
-    assert first.working == 0.3 * job().work[True].saved.whole
-    assert last.working == 0
+    layer = job().work[True].saved.whole
+    assert first.working == last.working == 0.3 * layer
+    logits = 2048 * 32000 * Software().loss_bytes
+    assert last.activations + last.working == pytest.approx(2 * layer + logits)
     unfused = job(recompute="selective", software=Software(attention="unfused"))
     saved = unfused.work[True].saved
     assert memory_of(unfused)[0].working == saved.whole - saved.kept > 0
+
+
+@pytest.mark.parametrize("vocab", [1000, 32000, 128000])
+@pytest.mark.parametrize("batch", [4, 8])
+@pytest.mark.parametrize("hidden", [512, 2048, 8192])
+@pytest.mark.parametrize(
+    ("state", "framework"),
+    [("none", "megatron"), ("zero1", "megatron"), ("fsdp2", "megatron"), ("fsdp2", "torchtitan")],
+)
+def test_the_peak_is_at_the_loss_or_in_the_first_or_last_replay(state, framework, hidden, batch, vocab):
+    """One rank, everything recomputed: the inputs of all layers and the logits, or a whole layer beside these inputs,
+    with the gradients of its activations; with FSDP2 also its weights in two bytes and its gradients. Of all gradients
+    a tenth is there then, none at the loss; all of them in the last replay, with that layer alone."""
+    software = SOFTWARE[framework]
+    model = replace(SMALL, vocab=vocab, hidden=hidden, ffn=4 * hidden)
+    changes = {"pp": 1, "dp": 4, "global_batch": batch, "recompute": "full", "state": state, "software": software}
+    one = job(model, **changes)
+    (memory,), saved = memory_of(one), one.work[True].saved
+    logits = one.layout.tokens * vocab * software.loss_bytes
+    gradients = model.parameters / (4 if state == "fsdp2" else 1) * software.gradient_bytes
+    late = gradients if state == "fsdp2" and batch == 4 else 0.0
+    replay, inputs = 0.3 * saved.whole, model.layers * saved.boundary
+    if state == "fsdp2":
+        replay += model.layer_parameters(0) * (software.reduce_bytes + 2)
+    at_loss = inputs + logits
+    first = 0.1 * late + inputs - saved.boundary + saved.whole + replay
+    last = late + saved.whole + replay
+    rest = memory.weights + memory.optimizer + memory.gathered + gradients - late
+    assert memory.total == pytest.approx(rest + max(at_loss, first, last))
+
+
+@pytest.mark.parametrize(("framework", "dp", "batch", "late"), [
+    ("torchtitan", 1, 1, True), ("torchtitan", 1, 2, False), ("torchtitan", 2, 2, False), ("megatron", 1, 1, False),
+])  # fmt: skip
+def test_modules_of_torch_on_one_rank_have_gradients_as_they_come(framework, dp, batch, late):
+    """Others have buffers of them: Megatron, and DistributedDataParallel."""
+    changes = {"pp": 1, "dp": dp, "gpus": dp, "global_batch": batch, "state": "none", "software": SOFTWARE[framework]}
+    (memory,) = memory_of(job(**changes))
+    share = memory.gradients / (SMALL.parameters * SOFTWARE[framework].gradient_bytes)
+    assert share == pytest.approx(0.1 if late else 1)
+
+
+@pytest.mark.parametrize("memory", [40e9, 45e9, 50e9])
+@pytest.mark.parametrize("state", ["none", "fsdp2"])
+def test_a_plan_of_one_backward_fills_its_device_and_no_more(state, memory):
+    """Gradients leave room at the loss."""
+    model = replace(SMALL, layers=24, hidden=2048, heads=16, ffn=8192)
+    changes = {"pp": 1, "dp": 1, "gpus": 1, "micro_batch": 16, "global_batch": 16, "software": SOFTWARE["torchtitan"]}
+    plan = plan_job(job(model, state=state, recompute="planned", **changes), memory)
+    (left,) = rooms(plan.job, memory)
+    assert plan.pipeline.peak_bytes[0] <= left
+    assert plan.memory[0].total <= left_to_tensors(memory)
+    saved = plan.job.work[True].saved
+    assert left - plan.pipeline.peak_bytes[0] < 1.1 * saved.whole

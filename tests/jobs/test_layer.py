@@ -48,6 +48,8 @@ def test_saved_bytes_of_korthikanti():
     one = saved_of(GPT, replace(layout, tp=8))
     assert one.whole == tokens * (10 * hidden + (24 * hidden + 5 * 96 * 2048) / 8)
     assert saved_of(GPT, replace(layout, tp=8, sequence_parallel=True)).whole == saved.whole / 8
+    flash = saved_of(GPT, replace(layout, software=Software(attention="flash2", dropout=True)))
+    assert flash.whole == tokens * (34 * hidden + 4 * 96)  # both masks of hidden dropout as well
 
 
 def test_selective_recomputation_by_module():
@@ -193,3 +195,73 @@ def test_a_device_without_a_number_that_is_needed(monkeypatch):
     monkeypatch.delitem(MACHINES, "h100")
     with pytest.raises(ArgumentError, match="what the device reaches of its peaks is not known; it is of a100"):
         machine_named("h100")
+
+
+LATENT = Model(
+    "latent", layers=2, hidden=1024, heads=16, ffn=4096, vocab=32000, head_dim=96, query_rank=384, kv_rank=256,
+    rotated=32, value_dim=64,
+)  # fmt: skip
+
+
+def test_latent_attention():
+    """As DeepSeek's: queries of 384 numbers, keys and values of 256 others, and 32 numbers of a key that all heads
+    share; each rank makes all of these, its heads alone from them."""
+    tp, layout = 4, Layout(sequence=2048, tp=4, gpus=4)
+    work = LayerWork(LATENT, layout, H100)
+    down, queries, keys, out = 1024 * (384 + 256 + 32), 384 * 16 * 96, 256 * 16 * (64 + 64), 16 * 64 * 1024
+    attention = LATENT.attention_parameters - 2 * 1024 - 384 - 256
+    assert attention == down + queries + keys + out
+    whole = LATENT.whole_parameters(0)
+    assert whole == 2 * 1024 + 384 + 256 + down
+    products = 2 * 2048 * (down + (queries + keys + out + 3 * 1024 * 4096) / tp)
+    assert work.flops == products + 2048**2 * 16 * (96 + 64) / tp
+    saved = saved_of(LATENT, layout).whole
+    heads = 2 * 16 * (96 + 96 + 64 + 64) + 6 * 4096 + 4 * 16
+    assert saved == 2048 * (8 * 1024 + 4 * (384 + 256) + heads) / tp
+    plain = replace(LATENT, query_rank=0)
+    assert plain.attention_parameters - LATENT.attention_parameters == 16 * 96 * (1024 - 384) - 1024 * 384 - 384
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({"kv_rank": 0}, "a model without latent attention has query_rank"),
+        ({"kv_heads": 4}, "latent attention has as many heads of keys and values as of queries"),
+        ({"rotated": 128}, "more of a key is rotated than it has"),
+    ],
+)
+def test_sizes_of_latent_attention_that_do_not_go_together(changes, wrong):
+    with pytest.raises(ArgumentError, match=wrong):
+        replace(LATENT, **changes)
+
+
+def test_selective_recomputation_by_module_of_experts():
+    """As Megatron names them: ``mlp`` is that of layers without experts, ``moe_act`` the routed experts' activation."""
+    model = replace(MODELS["mixtral-8x7b"], shared=1)
+    none = LayerWork(model, Layout(gpus=8, dp=8, ep=8, sequence=2048), H100, dense=False)
+
+    def under(module, dense=False):
+        software = Software(selective=(module,))
+        return replace(none, layout=replace(none.layout, recompute="selective", software=software), dense=dense)
+
+    token = 6 * 14336
+    gone = {"mlp": 0, "moe_act": 2 * 2 * 14336, "shared_experts": token, "moe": 3 * token + 2 * 2 * 4096}
+    for module, size in gone.items():
+        assert none.saved.whole - under(module).saved.kept == pytest.approx(2048 * size)
+    assert under("moe", dense=True).saved.kept == under("moe", dense=True).saved.whole
+    backwards = {module: under(module).block.input_grad_seconds for module in gone}
+    assert backwards["mlp"] == backwards["moe_act"] == none.block.input_grad_seconds
+    assert backwards["mlp"] < backwards["shared_experts"] < backwards["moe"]
+    again = [each for each in under("moe").collectives if each.phase == "replay"]
+    assert [(each.kind, each.dimension, each.count) for each in again] == [("all_to_all", "ep", 2)]
+    assert not any(each.phase == "replay" for each in under("shared_experts").collectives)
+
+
+def test_selective_recomputation_of_latent_attention():
+    software = Software(selective=("mla_up_proj",))
+    layout = Layout(sequence=2048, tp=4, gpus=4, recompute="selective", software=software)
+    again, none = LayerWork(LATENT, layout, H100), LayerWork(LATENT, replace(layout, recompute="none"), H100)
+    assert again.saved.whole - again.saved.kept == 2048 * 2 * 16 * (96 + 96 + 64) / 4
+    made = Product(2048, 16 * 96 / 4, 384), Product(2048, 16 * 128 / 4, 256)
+    seconds = again.block.input_grad_seconds - none.block.input_grad_seconds
+    assert seconds == pytest.approx(sum(map(H100.product, made)))

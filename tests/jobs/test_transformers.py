@@ -13,6 +13,8 @@ TYPES = presets._TRANSFORMERS["types"]
 SIZES = {"hidden_size": 4096, "num_attention_heads": 64, "num_hidden_layers": 2, "vocab_size": 160000}
 MORE = {
     "bitnet": {"num_key_value_heads": 4},
+    "deepseek_v2": {"first_k_dense_replace": 1, "num_experts_per_tok": 6},
+    "deepseek_v3": {"first_k_dense_replace": 1},
     "dots1": {"num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "hunyuan_v1_dense": {"num_key_value_heads": 4, "head_dim": 64},
@@ -82,12 +84,40 @@ def test_parameters_are_those_of_the_class(model_type, tmp_path):
         ("qwen2_moe", {"shared_expert_intermediate_size": 20480, "moe_intermediate_size": 2560, "num_experts": 8}),
         ("granitemoeshared", {"shared_intermediate_size": 22016}),
         ("opt", {"ffn_dim": 1024, "max_position_embeddings": 4096}),
+        ("deepseek_v2", {"q_lora_rank": None, "kv_lora_rank": 256, "v_head_dim": 64, **MORE["deepseek_v2"]}),
+        ("deepseek_v3", {"qk_nope_head_dim": 64, "n_routed_experts": 8, "n_shared_experts": 2, **MORE["deepseek_v3"]}),
         ("llama4_text", {"num_local_experts": 4, "intermediate_size": 1024}),
     ],
 )  # fmt: skip
 def test_keys_that_change_the_sizes(model_type, keys, read):
     config = config_of(model_type, **SIZES, **keys)
     assert read(config.to_dict()).parameters == pytest.approx(parameters(config), rel=2e-3)
+
+
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "n_routed_experts": 256,
+    "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "moe_layer_freq": 1, "ep_size": 1,
+    "first_k_dense_replace": 3, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "num_nextn_predict_layers": 1, "vocab_size": 129280,
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}  # fmt: skip
+
+
+def test_the_published_configurations_of_latent_attention(read):
+    """DeepSeek-V3 has 671 G parameters (arXiv:2412.19437), Kimi K2 1.04 T (arXiv:2507.20534)."""
+    deepseek = read(DEEPSEEK_V3)
+    assert deepseek.parameters == 671_026_404_352
+    assert (deepseek.query_width, deepseek.output_width, deepseek.latent) == (128 * 192, 128 * 128, 1536 + 512 + 64)
+    changed = {"num_attention_heads": 64, "n_routed_experts": 384, "first_k_dense_replace": 1, "vocab_size": 163840}
+    kimi = read({**DEEPSEEK_V3, "model_type": "kimi_k2", **changed, "n_group": 1})
+    assert kimi.parameters == pytest.approx(1.04e12, rel=0.02)
+
+
+def test_keys_that_change_no_size(read):
+    """Of SmolLM2's published configurations."""
+    more = {"transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}}, "is_llama_config": True}
+    assert read({**LLAMA, **more}) == read(LLAMA)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +129,7 @@ def test_keys_that_change_the_sizes(model_type, keys, read):
         ({**LLAMA, "mamba_d_state": 16}, "is not understood, and may change its sizes\n  received: mamba_d_state=16"),
         ({**LLAMA, "kv_lora_rank": 512}, "is not understood, and may change its sizes\n  received: kv_lora_rank=512"),
         ({**LLAMA, "layer_types": ["full_attention", "linear_attention"]}, "received: layer_types=["),
+        ({**DEEPSEEK_V3, "qk_rope_head_dim": None}, "the key of the model is not of whole numbers"),
         ({**LLAMA, "n_layer": 3}, "num_hidden_layers and n_layer of the model differ"),
         ({**SIZES, "model_type": "bloom", "n_inner": 96}, "received: n_inner=96"),
         ({**SIZES, "model_type": "gpt_neox", "intermediate_size": 96, "head_dim": 8}, "received: head_dim=8"),

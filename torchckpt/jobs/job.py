@@ -21,6 +21,8 @@ __all__ = ["Job"]
 
 _SPLIT = (*SPLIT, "zb-2p")
 """Schedules with split backwards."""
+_EARLY = 0.1
+"""The share of a step's gradients that its first replays see."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,9 @@ class Job:
     def _stage(self, stage: int) -> Stage:
         dense = [self.model.is_dense(layer) for layer in self.layers[stage]]
         is_split, is_last = self.layout.head == "split", stage == len(self.layers) - 1
-        head = self._head.block(self.loss_bytes(stage) * self.holds_loss) if is_last or is_split else NOTHING
+        head = NOTHING
+        if is_last or is_split:
+            head = self._head.block(self.held_loss_bytes(self.layout.placement[stage]) * self.holds_loss)
         once = self._head.embedding if stage == 0 else 0.0
         if self.layout.pp == 1:
             once += self._fsdp_ends
@@ -116,6 +120,44 @@ class Job:
         layout, last = self.layout, len(self.layers) - 1
         share = 1 / len(self.layers) if layout.head == "split" else float(stage == last)
         return layout.tokens * self.model.vocab / layout.tp * layout.software.loss_bytes * share
+
+    def held_loss_bytes(self, rank: int) -> float:
+        """The logits of a micro-batch on a rank, as far as they are more than what takes their place in its backward,
+        which a rank has at any time."""
+        logits = sum(self.loss_bytes(stage) for stage, place in enumerate(self.layout.placement) if place == rank)
+        return max(0.0, logits - self.working_bytes(rank) - self.late_bytes(rank) * _EARLY)
+
+    def working_bytes(self, rank: int) -> float:
+        """What a backward needs beside what is saved: gradients of activations, or what a selective recompute makes
+        again; of FSDP2 also a layer's gradients, and its weights in two bytes."""
+        layers = self.rank_layers[rank]
+        if not layers:
+            return 0.0
+        saved = max((self.work[self.model.is_dense(layer)].saved for layer in layers), key=lambda saved: saved.whole)
+        working = max(0.3 * saved.whole, saved.whole - saved.kept)
+        if self.layout.state == "fsdp2":
+            unit = max(sum(self.held_parameters(layer)) for layer in layers)
+            working += unit * (self.layout.software.reduce_bytes + 2)
+        return working
+
+    def late_bytes(self, rank: int) -> float:
+        """Gradients that are not there yet at the loss, in a step of one backward. FSDP2 has none before, and modules
+        of torch on one rank; others have buffers of them."""
+        layout, software = self.layout, self.layout.software
+        is_alone = layout.dp * layout.cp == 1 and not software.regathers
+        if layout.pp > 1 or layout.micro_batches > 1 or not (layout.state == "fsdp2" or is_alone):
+            return 0.0
+        return software.gradient_bytes * self.shared(*self.rank_parameters[rank])
+
+    def missing_bytes(self, rank: int, peak: float) -> float:
+        """Those of them that are not there where a rank holds most: in its first replay, which sees ``peak`` bytes, or
+        in its last one, which sees those of one layer and all gradients."""
+        late = self.late_bytes(rank)
+        if not late:
+            return 0.0
+        saved = self.work[self.model.is_dense(0)].saved
+        last = saved.kept if self.layout.recompute in ("none", "selective") else saved.whole
+        return min((1 - _EARLY) * late, max(0.0, peak - last))
 
     @cached_property
     def _blocks(self) -> dict[bool, Block]:

@@ -27,36 +27,39 @@ class LayerWork:
     @cached_property
     def products(self) -> tuple[Product, ...]:
         """Those of the forward: queries with keys and values, the output, the MLP's first (both if gated), its last;
-        of experts these for each that the rank holds, and for shared ones."""
+        of experts these for each that the rank holds, and for shared ones; of latent attention the other two."""
         model, tp, tokens = self.model, self.layout.tp, self.layout.tokens
         ways, hidden = (2 if model.gated else 1), model.hidden
-        attention = (
-            Product(tokens, (model.query_width + 2 * model.kv_width) / tp, hidden),
-            Product(tokens, hidden, model.query_width / tp),
-        )
+        first, *latent = [Product(tokens, sum(model.made) / tp, hidden)]
+        if model.kv_rank:
+            first, *latent = (Product(tokens, wide / tp, inner) for wide, inner in zip(model.made, model.made_of))
+            latent.append(Product(tokens, model.latent, hidden))  # each rank makes all of it
+        attention = first, Product(tokens, hidden, model.output_width / tp)
         if self.dense:
             width = model.ffn / tp
-            return (*attention, Product(tokens, ways * width, hidden), Product(tokens, hidden, width))
+            return (*attention, Product(tokens, ways * width, hidden), Product(tokens, hidden, width), *latent)
         etp = self.layout.etp
         local, width = max(1.0, model.experts / self.layout.ep), model.expert_ffn / etp
         routed = max(1.0, tokens * etp / tp * model.active / local)
         experts = Product(routed, ways * width, hidden, local), Product(routed, hidden, width, local)
         shared = model.shared * model.expert_ffn / tp
         more = (Product(tokens, ways * shared, hidden), Product(tokens, hidden, shared)) if shared else ()
-        return (*attention, *experts, *more, Product(tokens, model.experts, hidden))
+        return (*attention, *experts, *more, Product(tokens, model.experts, hidden), *latent)
 
     @cached_property
     def attention(self) -> tuple[float, float]:
         """Forward, backward. All kernels but ``unfused`` skip the masked half of the scores."""
         model, layout, machine = self.model, self.layout, self.machine
         if layout.software.attention != "unfused":
-            flops = 2.0 * layout.micro_batch * layout.sequence * layout.context * model.query_width / layout.tp
+            width = (model.query_width + model.output_width) / layout.tp
+            flops = 1.0 * layout.micro_batch * layout.sequence * layout.context * width
             forward, backward = machine.attention(flops, layout.software.attention, layout.sequence)
             ring = self._seconds(self._ring)  # context parallel ranks pass keys and values around beside it
             return max(forward, ring), max(backward, 2 * ring)
         heads, sequence = max(1.0, layout.micro_batch * model.heads / layout.tp), layout.sequence
-        size = model.head_size
-        two = sum(machine.product(Product(sequence, *each, heads)) for each in ((sequence, size), (size, sequence)))
+        size, value = model.head_size, model.head_size * model.value_share
+        made = Product(sequence, sequence, size, heads), Product(sequence, value, sequence, heads)
+        two = sum(map(machine.product, made))
         scores = heads * sequence**2
         return two + machine.stream(7 * scores), 2 * two + machine.stream(11 * scores)
 
@@ -135,17 +138,23 @@ class LayerWork:
 
     @cached_property
     def _again(self) -> tuple[Collective, ...]:
-        """Those of a replay: as the forward, but the last where it stops early. A selective one has none."""
+        """Those of a replay: as the forward, but the last where it stops early. A selective one has those of experts,
+        if these run again."""
+        again = [each._replace(phase="replay") for each in self._forward]
+        if self.layout.recompute == "selective":
+            is_sent = not self.dense and "moe" in self.layout.software.selective
+            return tuple(each for each in again if each.dimension == "ep" and is_sent)
         if self.layout.recompute not in ("full", "planned"):
             return ()
-        *others, last = (each._replace(phase="replay") for each in self._forward)
+        *others, last = again
         return (*others, last._replace(count=last.count - self.layout.software.stops_early))
 
     @property
     def _ring(self) -> Collective:
         """The keys and values of a sequence."""
         layout = self.layout
-        passed = round(layout.micro_batch * layout.sequence * 4 * self.model.kv_held(layout.tp) / layout.tp)
+        wide = self.model.kv_held(layout.tp) * (1 + self.model.value_share)
+        passed = round(layout.micro_batch * layout.sequence * 2 * wide / layout.tp)
         return Collective("all_gather", passed, layout.cp, "cp", "forward")
 
     def _seconds(self, *collectives: Collective) -> float:
@@ -194,24 +203,33 @@ class LayerWork:
             return forward - last - self._seconds(*self._forward) + self._seconds(*self._again)
         if layout.recompute == "none":
             return 0.0
-        modules, products = layout.software.selective, self.products
-        if "products" in modules:
-            return 0.45 * sum(map(self.machine.product, products)) + 0.9 * self.elementwise
+        if "products" in layout.software.selective:
+            return 0.45 * sum(map(self.machine.product, self.products)) + 0.9 * self.elementwise
+        return self._replayed_modules(layout.software.selective)
+
+    def _replayed_modules(self, modules: tuple[str, ...]) -> float:
+        """Seconds of what a selective recomputation runs again."""
+        layout, model, products = self.layout, self.model, self.products
         seconds = self.attention[0] if "core_attn" in modules else 0.0
-        if "mlp" in modules:
-            seconds += sum(map(self.machine.product, products[2:4])) + self.machine.stream(
-                6 * layout.tokens * self.model.width(self.dense) / layout.tp
-            )
-        return seconds
+        again, width = [], 0
+        if "mlp" in modules and self.dense:
+            again, width = [*products[2:4]], model.ffn
+        elif "moe" in modules and not self.dense:
+            again, width = [*products[2 : 5 + 2 * (model.shared > 0)]], model.width(False)
+        elif "shared_experts" in modules and model.shared and not self.dense:
+            again, width = [*products[4:6]], model.shared * model.expert_ffn
+        if "mla_up_proj" in modules and model.kv_rank:
+            again += products[0], products[-2]
+        seconds += sum(map(self.machine.product, again)) + self._seconds(*self._again)
+        return seconds + self.machine.stream(6 * layout.tokens * width / layout.tp)
 
     @property
     def flops(self) -> float:
         """Of a forward."""
         layout = self.layout
-        scores = (4.0 if layout.software.attention == "unfused" else 2.0) * layout.micro_batch * layout.sequence
-        return sum(product.flops for product in self.products) + (
-            scores * layout.context * self.model.query_width / layout.tp
-        )
+        scores = (2.0 if layout.software.attention == "unfused" else 1.0) * layout.micro_batch * layout.sequence
+        width = (self.model.query_width + self.model.output_width) / layout.tp
+        return sum(product.flops for product in self.products) + scores * layout.context * width
 
 
 @dataclass(frozen=True)
@@ -268,21 +286,32 @@ def saved_of(model: Model, layout: Layout, dense: bool = True) -> Saved:
     eager, flash = software.kernels == "eager", software.attention != "unfused"
     split = 1 / tp if layout.sequence_parallel else 1.0
     gathered = 0.0 if software.regathers else 4 * (1 - split)  # what the products after both norms read
-    query, keys, width = model.query_width, model.kv_held(tp), model.width(dense)
-    norms = (16 if eager else 8) + (0 if not software.dropout else 1 if flash else 2)
+    query, keys, width, output = model.query_width, model.kv_held(tp), model.width(dense), model.output_width
+    norms = (16 if eager else 8) + (2 if software.dropout else 0)  # masks of both dropouts, of a byte
     first = (4 if model.gated else 2) * width
     second = (4 if model.gated and eager else 2) * width
     routed = 0 if dense else 2 * model.active * hidden * layout.etp  # each rank of an expert has all of its tokens
     scores = 4 * model.heads if flash else 5 * model.heads * layout.sequence
-    inside = 2 * (query + 2 * keys) + 2 * query + first + second + routed + scores
-    whole = layout.tokens * (hidden * (norms * split + gathered) + inside / tp)
+    inside = 2 * (query + keys * (1 + model.value_share)) + 2 * output + first + second + routed + scores
+    latent = 4 * (model.query_rank + model.kv_rank) * split  # before their norms, and behind
+    whole = layout.tokens * (hidden * (norms * split + gathered) + latent + inside / tp)
     boundary = layout.tokens * 2 * hidden * split
     if layout.recompute != "selective":
         return Saved(whole, whole, boundary)
     modules = software.selective
     if "products" in modules:
-        return Saved(whole, boundary + layout.tokens * (4 * query + 2 * keys + 2 * width + 2 * hidden) / tp, boundary)
-    gone = 0 if flash or "core_attn" not in modules else scores
-    gone += (first + second if "mlp" in modules and dense else 0) + (second if "moe_act" in modules else 0)
+        made = 2 * (query + output + keys + width + hidden)
+        return Saved(whole, boundary + layout.tokens * made / tp, boundary)
+    gone = 0.0 if flash or "core_attn" not in modules else scores
+    if dense:
+        gone += first + second if "mlp" in modules else 0
+    elif "moe" in modules:
+        gone += first + second + routed
+    else:
+        shared = model.shared / (model.active + model.shared)
+        gone += second * (1 - shared) if "moe_act" in modules else 0
+        gone += (first + second) * shared if "shared_experts" in modules else 0
+    if model.kv_rank and "mla_up_proj" in modules:
+        gone += 2 * (query + keys * (1 + model.value_share))
     norms_gone = layout.tokens * 4 * hidden * split if "layernorm" in modules else 0.0
     return Saved(whole, whole - layout.tokens * gone / tp - norms_gone, boundary)

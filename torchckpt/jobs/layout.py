@@ -23,7 +23,9 @@ _MOST_VISITS = 1_000_000
 _CHOICES = {
     "schedule": (*NAMES, "zb-2p"), "head": ("last", "balanced", "split"), "recompute": RECOMPUTES, "state": STATES,
     "kernels": ("fused", "compiled", "eager"), "attention": ("flash1", "flash2", "fused", "unfused"),
-    "selective": ("core_attn", "mlp", "layernorm", "moe_act", "products"),
+    "selective": (
+        "core_attn", "mlp", "layernorm", "moe_act", "moe", "shared_experts", "mla_up_proj", "products",
+    ),
 }  # fmt: skip
 _RANGES = {
     "gpus": (64, 10**9), **dict.fromkeys(("tp", "cp", "ep", "pp", "dp", "chunks", "ahead", "shards"), (1, 2**20)),
@@ -45,8 +47,9 @@ class Software:
     FlashAttention 3); or ``unfused``, which writes the scores to memory."""
     dropout: bool = False
     selective: tuple[str, ...] = ("core_attn",)
-    """What ``selective`` recomputes: modules as Megatron names them (``core_attn``, ``mlp``, ``layernorm``,
-    ``moe_act``), or ``products``: torchtitan's policy, every second matrix product."""
+    """What ``selective`` recomputes: modules as Megatron names them (``core_attn``, ``layernorm``; ``mlp``, of layers
+    without experts; ``moe_act``, ``moe`` and ``shared_experts``, of those with; ``mla_up_proj``), or ``products``:
+    torchtitan's policy, every second matrix product."""
     stops_early: bool = False
     """A replay ends before the last product, as that of ``torch.utils.checkpoint`` does since torch 2.1."""
     parameter_bytes: float = 2.0

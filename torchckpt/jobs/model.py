@@ -15,7 +15,8 @@ _RANGES = {
     "layers": (32, 2**8), "hidden": (4096, 2**20), "heads": (32, 2**16), "ffn": (14336, 2**24),
     "vocab": (128256, 2**24), "kv_heads": (8, 2**16), "head_dim": (128, 2**16), "positions": (2048, 2**24),
     "experts": (8, 2**16), "active": (2, 2**16), "shared": (1, 2**16), "expert_ffn": (14336, 2**24),
-    "dense_layers": (1, 2**8),
+    "dense_layers": (1, 2**8), "query_rank": (1536, 2**20), "kv_rank": (512, 2**20), "rotated": (64, 2**16),
+    "value_dim": (128, 2**16),
 }  # fmt: skip
 """Of each size: what a model has, and the most. More layers would be planned for minutes."""
 
@@ -61,6 +62,15 @@ class Model:
     expert_ffn: int = 0
     dense_layers: int = 0
     """Layers, from the first, that have an MLP in place of experts."""
+    kv_rank: int = 0
+    """Latent attention (DeepSeek): keys and values are products of so many numbers of a token. Default: of all of
+    ``hidden``."""
+    query_rank: int = 0
+    """Of latent attention the same of queries."""
+    rotated: int = 0
+    """Of latent attention: the numbers of a key that are rotated, which all heads share."""
+    value_dim: int = 0
+    """Default: as wide as a key, which is ``head_dim``."""
     published: float = 0.0
     """The parameters that its publisher states."""
     source: str = ""
@@ -79,8 +89,23 @@ class Model:
 
     @property
     def kv_width(self) -> int:
-        """The width of the keys, and of the values."""
+        """The width of the keys."""
         return (self.kv_heads or self.heads) * self.head_size
+
+    @property
+    def value_share(self) -> float:
+        """The width of a value, of that of a key."""
+        return (self.value_dim or self.head_size) / self.head_size
+
+    @property
+    def output_width(self) -> float:
+        """The width of what attention gives to its last product."""
+        return self.query_width * self.value_share
+
+    @property
+    def latent(self) -> int:
+        """The numbers of a token that queries, keys and values of latent attention are made of."""
+        return self.query_rank + self.kv_rank + self.rotated
 
     def kv_held(self, tp: int) -> int:
         """The width of the keys on ``tp`` ranks together: each has at least a head, which is not split."""
@@ -101,9 +126,21 @@ class Model:
     @cached_property
     def attention_parameters(self) -> int:
         """Of one layer, with its two norms."""
-        wide = self.query_width + 2 * self.kv_width
-        norms = 2 * self.hidden * (1 if self.gated else 2)
-        return self.hidden * (wide + self.query_width) + norms + (wide + self.hidden if self.has_biases else 0)
+        rows, columns = self.made_of, self.made
+        products = sum(inner * wide for inner, wide in zip(rows, columns)) + self.hidden * round(self.output_width)
+        norms = (2 * self.hidden + self.query_rank + self.kv_rank) * (1 if self.gated else 2)
+        return products + self.hidden * self.latent + norms + (sum(columns) + self.hidden if self.has_biases else 0)
+
+    @property
+    def made(self) -> tuple[int, int]:
+        """The widths of queries, and of keys with values, but for what all heads share."""
+        keys = self.kv_width - self.rotated * (self.kv_heads or self.heads)
+        return self.query_width, keys + round(self.kv_width * self.value_share)
+
+    @property
+    def made_of(self) -> tuple[int, int]:
+        """The inner widths of the products that make them."""
+        return self.query_rank or self.hidden, self.kv_rank or self.hidden
 
     def mlp_parameters(self, width: int) -> int:
         """Of one MLP, or of one expert."""
@@ -126,7 +163,8 @@ class Model:
     def whole_parameters(self, layer: int) -> int:
         """Those of a layer that tensor parallel does not split: norms, biases of what its ranks sum, a router."""
         count = 2 * (1 if self.gated else 2) + (1 + self.is_dense(layer) if self.has_biases else 0)
-        return count * self.hidden + (0 if self.is_dense(layer) else self.router_parameters)
+        latent = self.hidden * self.latent + (self.query_rank + self.kv_rank) * (1 if self.gated else 2)
+        return count * self.hidden + latent + (0 if self.is_dense(layer) else self.router_parameters)
 
     @property
     def norm_parameters(self) -> int:
@@ -152,7 +190,7 @@ class Model:
     def flops_per_token(self, sequence: int) -> float:
         """FLOPs of a forward and backward that papers count: ``6 N + 12 L h s``, N without the embedding, nothing
         recomputed, attention not halved (Chowdhery et al. 2022, arXiv:2204.02311, appendix B)."""
-        return 6.0 * self.active_parameters + 12.0 * self.layers * self.query_width * sequence
+        return 6.0 * self.active_parameters + 6.0 * self.layers * (self.query_width + self.output_width) * sequence
 
 
 def _odd_sizes(model: Model) -> Iterator[Fault]:
@@ -171,6 +209,16 @@ def _odd_sizes(model: Model) -> Iterator[Fault]:
         elif not size and model.experts and name in ("active", "expert_ffn"):
             works = f"{name}={min(_RANGES[name][0], model.experts if name == 'active' else model.ffn)}"
             yield Fault(f"a model with experts lacks {name}", f"experts={model.experts}", works)
+    latent = {name: getattr(model, name) for name in ("query_rank", "rotated", "value_dim")}
+    for name, size in latent.items():
+        if size and not model.kv_rank:
+            yield Fault(f"a model without latent attention has {name}", f"{name}={size}, kv_rank=0", f"{name}=0")
+    if model.kv_rank and kv_heads != heads:
+        rule = "latent attention has as many heads of keys and values as of queries"
+        yield Fault(rule, f"kv_heads={kv_heads}, heads={heads}", "kv_heads=0")
+    if model.rotated > (model.head_dim or hidden // heads):
+        rule = "more of a key is rotated than it has"
+        yield Fault(rule, f"rotated={model.rotated}, head_dim={model.head_dim}", f"head_dim={2 * model.rotated}")
     if model.experts and model.active > model.experts:
         rule = "a token meets more experts than the model has"
         yield Fault(rule, f"active={model.active}, experts={model.experts}", f"active={model.experts}")

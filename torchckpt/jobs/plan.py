@@ -249,8 +249,12 @@ def _device_bytes(rank: RankMemory) -> float:
 
 
 def rooms(job: Job, device_bytes: float) -> list[float]:
-    """The bytes of each rank that are left for activations."""
-    return [left_to_tensors(device_bytes) - rank.total for rank in memory_of(job, [0.0] * job.layout.pp)]
+    """The bytes of each rank that are left for activations; below 0 where it does not fit without any."""
+    left, ranks = left_to_tensors(device_bytes), job.layout.pp
+    free = [left - rank.total for rank in memory_of(job, [0.0] * ranks)]
+    if min(free) < 0 or not job.late_bytes(0):
+        return free
+    return [2 * left - rank.total for rank in memory_of(job, [left] * ranks)]  # gradients come as activations go
 
 
 def least_planned(job: Job, device_bytes: float, host: Host | None, is_quick: bool) -> float:

@@ -91,7 +91,7 @@ def _of_transformers(sizes: Mapping[str, Any]) -> dict[str, Any]:
             del chosen[name]
     read = {key for keys in keys_of.values() for key in keys}
     check([*_twice(sizes, keys_of.values()), *_not_read(sizes, chosen, read)])
-    return _with_experts(_with_heads(chosen))
+    return _with_experts(_with_latents(_with_heads(chosen)))
 
 
 def _twice(sizes: Mapping[str, Any], keys_of: Iterable[Sequence[str]]) -> Iterator[Fault]:
@@ -135,6 +135,17 @@ def _with_heads(chosen: dict[str, Any]) -> dict[str, Any]:
             raise_fault(Fault(f"{name} of the model is not true or false", f"{name}={brief(value)}", f"{name}=True"))
     if shares and not shares.get("grouped"):
         chosen["kv_heads"] = int(shares["multi_query"])
+    return chosen
+
+
+def _with_latents(chosen: dict[str, Any]) -> dict[str, Any]:
+    """With the width of a key of latent attention, all of whose heads have keys and values."""
+    if "kv_rank" in chosen:
+        chosen.pop("kv_heads", None)
+        parts = {name: chosen[name] for name in ("whole", "rotated")}
+        if not all(isinstance(part, int) for part in parts.values()):
+            raise_fault(Fault("the key of the model is not of whole numbers", brief(parts), "whole=128, rotated=64"))
+        chosen["head_dim"] = chosen.pop("whole") + chosen["rotated"]
     return chosen
 
 
