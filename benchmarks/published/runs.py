@@ -193,8 +193,9 @@ class Run:
         head = (mla.get("qk_nope") or 0) + (mla.get("qk_rope") or 0) or row["head_dim"] or 0
         return Model(
             row["model"], row["layers"], row["hidden"], row["heads"], row["ffn"] or 4 * row["hidden"],
-            row["vocab"] or (32000 if "zero-bubble" in self._framework else 51200), row["kv_heads"] or 0, head, bool(row["gated_mlp"]),
-            bool(row["tied_embeddings"]), row["seq_len"] if self._says("learned positions") else 0,
+            row["vocab"] or (32000 if "zero-bubble" in self._framework else 51200), row["kv_heads"] or 0, head,
+            bool(row["gated_mlp"]), bool(row["tied_embeddings"]),
+            row["seq_len"] if self._says("learned positions") else 0,
             True if self._says("linear biases") else None,
             **{name: moe.get(key) or 0 for key, name in OF_EXPERTS.items()},
             **{name: mla.get(key) or 0 for key, name in OF_LATENTS.items()},
