@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from torch import nn
 
 from tests.distributed.ranks import attempted, on_ranks
 from tests.distributed.stages import Blocks, batch, schedule_on, stages_of, step
@@ -44,6 +45,8 @@ CHANGES = {
                "stage 0, parameter 'blocks.1.first.bias' is not trained; planned: trained"),
     "train": (lambda module: module.blocks.train(),
               "stage 0, module 'blocks' is in training, and 6 more; planned: in evaluation"),
+    "add": (lambda module: module.blocks[0].add_module("third", nn.Tanh()),
+            "stage 0, module 'blocks.0.third' is in training, and 1 more; planned: absent"),
 }
 
 
