@@ -154,7 +154,7 @@ def highest_bytes(step: Step, rank: int, beside: Mapping[Action, ExtraMemory]) -
         pieces = beside.get(action, _NOTHING).pieces
         if action.kind is Kind.FORWARD:
             backward = beside.get(action._replace(kind=Kind.BACKWARD), _NOTHING).pieces
-            pieces = {**pieces, **_if_kept(pieces, backward, stage)} if backward else {}
+            pieces = {**pieces, **_if_kept(pieces, backward, stage)} if pieces and backward else {}
         if at and pieces:
             by_block = [(place.boundary.block, level.highest) for place, level in zip(at, levels)]
             highest = before + max(_highest_of_pieces(action.kind, by_block, pieces, choice.recomputed))
