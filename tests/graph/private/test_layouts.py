@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.nn.functional import batch_norm, dropout
 
+from tests.graph.eager import compare
+from tests.graph.traced import Function
 from torchckpt import graph
 from torchckpt.graph.private.layouts import eager_layouts
 
@@ -55,3 +57,27 @@ def test_nothing_is_left():
     with eager_layouts():
         assert decomposition_table != before
     assert decomposition_table == before
+
+
+IN_PLACE = {
+    "masked_fill_": lambda x: x.masked_fill_(x > 0, 0.5),
+    "scatter_": lambda x: x.scatter_(0, torch.zeros_like(x[:1], dtype=torch.long), 0.5),
+    "cumsum_": lambda x: x.cumsum_(0),
+    "index_fill_": lambda x: x.index_fill_(0, (x[0, :2] > 0).long(), 0.5),
+    "add_": lambda x: x.add_(1),
+}
+
+
+@pytest.mark.parametrize("change", IN_PLACE.values(), ids=IN_PLACE)
+def test_what_is_changed_in_place_lies_as_before(change):
+    """The mask of the dropout has its numbers in the order of memory."""
+
+    def function(x):
+        x = x.transpose(0, 1).sin()
+        change(x)
+        return dropout(x, 0.5), x
+
+    net, x = nn.Sequential(nn.Linear(7, 7), Function(function)), torch.randn(5, 7)
+    step = graph.rematerialize(net, x, keep="memory")
+    compare(net, step, x, loss=lambda outputs: (outputs[0] * outputs[1]).sum())
+    assert step(x)[1].stride() == net(x)[1].stride() == (1, 7)

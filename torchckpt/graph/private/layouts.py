@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
-__all__ = ["eager_layouts"]
+__all__ = ["as_it_lay", "eager_layouts"]
 
 
 @contextmanager
@@ -35,6 +36,46 @@ def eager_layouts() -> Iterator[None]:
     finally:
         decomposition_table.update(known)
         _forget(known)
+
+
+def as_it_lay(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call an operator of a traced forward. A tensor that it changes in place lies afterwards as before, as in eager.
+
+    AOTAutograd puts what the operator out of place returns in that tensor's place, which may lie in another way:
+    ``masked_fill`` makes what is transposed contiguous. It is tried on a copy, left out of the graph if unread.
+    Ends when torch/_subclasses/functional_tensor.py keeps strides.
+    """
+    tensor = args[0] if args else None
+    if isinstance(tensor, Tensor) and _is_in_place(operator) and _is_transposed(tensor):
+        changed = torch.ops.aten.clone.default(tensor)
+        operator(changed, *args[1:], **kwargs)
+        if _strides_of(changed) != tensor.stride():
+            return torch.ops.aten.copy_.default(tensor, changed)
+    return operator(*args, **kwargs)
+
+
+def _strides_of(tensor: Any) -> tuple[int, ...]:
+    """Those of the value: the strides of what AOTAutograd traces with are those that it would have in eager."""
+    if hasattr(tensor, "elem"):
+        torch_: Any = torch
+        torch_._sync(tensor)
+        tensor = torch_._from_functional_tensor(tensor.elem)
+    return tuple(tensor.stride())
+
+
+def _is_in_place(operator: Any) -> bool:
+    """Whether an operator changes its first argument alone, and draws nothing."""
+    if not isinstance(operator, OpOverload) or torch.Tag.nondeterministic_seeded in operator.tags:
+        return False
+    first, *others = [argument.is_write for argument in operator._schema.arguments] or [False]
+    return first and not any(others) and operator.namespace == "aten"
+
+
+def _is_transposed(tensor: Tensor) -> bool:
+    """Whether ``tensor`` lies without gaps, but not in the order of its dimensions."""
+    if tensor.layout != torch.strided or tensor.is_contiguous() or not tensor.numel():
+        return False
+    return tensor.numel() == 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
 
 
 def _batch_norms() -> dict[Any, int]:
