@@ -130,3 +130,10 @@ class Grouped(nn.Module):
 def test_gradients_lie_as_those_of_eager(read):
     model, x, y = Grouped(read), torch.randn(3, 5, 8), torch.randn(3, 5, 8)
     compare(model, graph.rematerialize(model, x, y), x, y, loss=lambda loss: loss)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_gradients_of_a_backend_lie_as_those_of_eager():
+    model, x, y = Grouped(mse_loss), torch.randn(3, 5, 8), torch.randn(3, 5, 8)
+    call = torch.compile(model, backend=graph.backend(inner="eager"), dynamic=False)
+    compare(model, call, x, y, loss=lambda loss: loss)
