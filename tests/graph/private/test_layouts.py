@@ -80,6 +80,8 @@ IN_PLACE = {
     "cumsum_": lambda x: x.cumsum_(0),
     "index_fill_": lambda x: x.index_fill_(0, (x[0, :2] > 0).long(), 0.5),
     "add_": lambda x: x.add_(1),
+    "unsqueeze_": lambda x: x.unsqueeze_(0).squeeze_(0),
+    "transpose_": lambda x: x.transpose_(0, 1).transpose_(0, 1),
 }
 
 

@@ -66,8 +66,9 @@ def _strides_of(tensor: Any) -> tuple[int, ...]:
 
 
 def _is_in_place(operator: Any) -> bool:
-    """Whether an operator changes its first argument alone, and draws nothing."""
-    if not isinstance(operator, OpOverload) or torch.Tag.nondeterministic_seeded in operator.tags:
+    """Whether an operator changes the values of its first argument alone, and draws nothing."""
+    not_meant = {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view}  # unsqueeze_() changes how a tensor lies
+    if not isinstance(operator, OpOverload) or not_meant.intersection(operator.tags):
         return False
     first, *others = [argument.is_write for argument in operator._schema.arguments] or [False]
     return first and not any(others) and operator.namespace == "aten"
