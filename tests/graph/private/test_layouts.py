@@ -6,8 +6,25 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import batch_norm, dropout
+from torch.nn.functional import (
+    batch_norm,
+    binary_cross_entropy,
+    dropout,
+    elu,
+    hardsigmoid,
+    hardswish,
+    huber_loss,
+    layer_norm,
+    log_softmax,
+    logsigmoid,
+    mse_loss,
+    relu6,
+    smooth_l1_loss,
+    softplus,
+)
 
+from tests.graph.eager import compare
+from tests.graph.traced import Function
 from torchckpt import graph
 from torchckpt.graph.private.layouts import eager_layouts
 
@@ -55,3 +72,70 @@ def test_nothing_is_left():
     with eager_layouts():
         assert decomposition_table != before
     assert decomposition_table == before
+
+
+IN_PLACE = {
+    "masked_fill_": lambda x: x.masked_fill_(x > 0, 0.5),
+    "scatter_": lambda x: x.scatter_(0, torch.zeros_like(x[:1], dtype=torch.long), 0.5),
+    "cumsum_": lambda x: x.cumsum_(0),
+    "index_fill_": lambda x: x.index_fill_(0, (x[0, :2] > 0).long(), 0.5),
+    "add_": lambda x: x.add_(1),
+    "unsqueeze_": lambda x: x.unsqueeze_(0).squeeze_(0),
+    "transpose_": lambda x: x.transpose_(0, 1).transpose_(0, 1),
+}
+
+
+@pytest.mark.parametrize("change", IN_PLACE.values(), ids=IN_PLACE)
+def test_what_is_changed_in_place_lies_as_before(change):
+    """The mask of the dropout has its numbers in the order of memory."""
+
+    def function(x):
+        x = x.transpose(0, 1).sin()
+        change(x)
+        return dropout(x, 0.5), x
+
+    net, x = nn.Sequential(nn.Linear(7, 7), Function(function)), torch.randn(5, 7)
+    step = graph.rematerialize(net, x, keep="memory")
+    compare(net, step, x, loss=lambda outputs: (outputs[0] * outputs[1]).sum())
+    assert step(x)[1].stride() == net(x)[1].stride() == (1, 7)
+
+
+GRADIENTS = {
+    "mse_loss": lambda x, y: mse_loss(x, y),
+    "smooth_l1_loss": lambda x, y: smooth_l1_loss(x, y, reduction="none").sin(),
+    "huber_loss": lambda x, y: huber_loss(x, y),
+    "binary_cross_entropy": lambda x, y: binary_cross_entropy(x.sigmoid(), y.sigmoid()),
+    "elu": lambda x, y: elu(x) * y,
+    "hardswish": lambda x, y: hardswish(x) * y,
+    "hardsigmoid": lambda x, y: hardsigmoid(x) * y,
+    "relu6": lambda x, y: relu6(x) * y,
+    "softplus": lambda x, y: softplus(x) * y,
+    "logsigmoid": lambda x, y: logsigmoid(x) * y,
+    "log_softmax": lambda x, y: log_softmax(x, -1) * y,
+    "layer_norm": lambda x, y: layer_norm(x, (8,)) * y,
+    "dropout": lambda x, y: dropout(x, 0.5) * y,
+}
+
+
+class Grouped(nn.Module):
+    """A norm whose backward takes the gradient for contiguous, and which eager makes contiguous where it is not."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.norm, self.read = nn.GroupNorm(2, 8), read
+
+    def forward(self, x, y):
+        return self.read(self.norm(x.transpose(1, 2)).transpose(1, 2), y).sum()
+
+
+@pytest.mark.parametrize("read", GRADIENTS.values(), ids=GRADIENTS)
+def test_gradients_lie_as_those_of_eager(read):
+    model, x, y = Grouped(read), torch.randn(3, 5, 8), torch.randn(3, 5, 8)
+    compare(model, graph.rematerialize(model, x, y), x, y, loss=lambda loss: loss)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_gradients_of_a_backend_lie_as_those_of_eager():
+    model, x, y = Grouped(mse_loss), torch.randn(3, 5, 8), torch.randn(3, 5, 8)
+    call = torch.compile(model, backend=graph.backend(inner="eager"), dynamic=False)
+    compare(model, call, x, y, loss=lambda loss: loss)

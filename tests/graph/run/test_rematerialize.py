@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.distributed.ranks import on_ranks, one_rank
 from tests.graph.eager import assert_same, compare, measured_peak, step
@@ -811,3 +812,12 @@ def test_same_data_in_two_places_is_a_call_like_any_other(traces):
     for pair in ((data, data), (data, torch.randn(3, 4, requires_grad=True))):  # gradients are added in eager's order
         compare(net, step, *pair)
     assert len(traces) == 3
+
+
+def test_other_traces_take_the_module_itself(model):
+    x = torch.randn(4, 6)
+    step = graph.rematerialize(model.eval(), x)
+    assert_equal(torch.export.export(step, (x,)).module()(x), model(x))
+    weight = model.get_parameter(next(iter(dict(model.named_parameters()))))
+    derivative = make_fx(lambda x: torch.autograd.grad(step(x).sin().sum(), weight))
+    torch.testing.assert_close(derivative(x)(x), torch.autograd.grad(model(x).sin().sum(), weight))

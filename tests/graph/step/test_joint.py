@@ -115,6 +115,14 @@ def test_new_values_of_buffers_are_results_of_the_forward():
     assert not flow.forward_results & flow.results
 
 
+def test_what_the_backward_makes_of_saved_values_alone_comes_after_the_gradients():
+    """They are there when a backward begins, though its first operations do not read them."""
+    flow = bare(traced(lambda x: x.sin(), leaf(3))).flow
+    arrival, derivative = flow.operations[flow.forward : flow.forward + 2]
+    (token,) = set(arrival.writes) & set(derivative.reads)
+    assert (derivative.name, flow.sizes_bytes[token]) == ("cos", 0)
+
+
 def test_draws_stay_in_their_order():
     """Each reads a token of the one before, which takes no bytes."""
     flow = bare(traced(lambda x: (x * torch.rand(3) * torch.rand(3)).sum(), leaf(3))).flow

@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounter
 from tests.helpers import Block, leaf
 from tests.slow import slow_but
 from torchckpt import Checkpointing, Pipe, checkpoint, checkpoint_module
-from torchckpt.errors import ArgumentError
+from torchckpt.errors import ArgumentError, RecomputationError
 from torchckpt.testing import count_recomputes
 
 pytestmark = [
@@ -215,3 +215,25 @@ def test_counter_of_torch_sees_one_frame():
     for _ in range(3):
         block(x).sum().backward()
     assert (counter.frame_count, counter.op_count > 0) == (1, True)
+
+
+class Scaled(nn.Linear):
+    def forward(self, x, scale=1.0):
+        return super().forward(x) * scale
+
+
+def test_a_number_that_is_dynamic():
+    """Dynamo makes a tensor of it, of version 0 in the call that compiles, and of version 1 in the replay."""
+    torch.manual_seed(0)
+    block, x = Scaled(4, 4), leaf(3, 4)
+    expected = torch.autograd.grad(block(x).sin().sum(), x)
+    outputs = checkpoint(torch.compile(block, backend="aot_eager", dynamic=True), x)
+    assert torch.autograd.grad(outputs.sin().sum(), x)[0].equal(expected[0])
+
+
+def test_a_number_outside_that_changes_is_an_error():
+    scale, x = torch.ones(()), leaf(3)
+    outputs = checkpoint(lambda x: x * scale, x)
+    scale.add_(1)
+    with pytest.raises(RecomputationError, match="inplace operation"):
+        outputs.sum().backward()

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.fx.graph import CodeGen
 
+from torchckpt.graph.private.layouts import eager_layouts
 from torchckpt.graph.private.surroundings import backward_without_autocast, cast_once_in, eager_kernels
 from torchckpt.graph.private.trace import Boxed, Partition, RunBackward, backward_compiler, boxed
 
@@ -88,7 +89,7 @@ def by_operator(
     from torch._dynamo.backends.common import aot_autograd
 
     cast_once_in(module, inputs)
-    with eager_kernels(), backward_without_autocast(), _random_operations_kept():
+    with eager_kernels(), eager_layouts(), backward_without_autocast(), _random_operations_kept():
         compilers = {"fw_compiler": _forward_compiler, "bw_compiler": backward_compiler(backward)}
         compiled: Callable[..., Any] = aot_autograd(**compilers, partition_fn=partition)(module, inputs)
     return compiled

@@ -13,8 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 __all__ = [
     "BATCH_NORM", "BATCH_NORM_AGAIN", "BATCH_NORM_BACKWARD", "BATCH_NORM_BY_STATISTICS", "FUSED_LSTM", "allocations",
     "argument_of", "branches_of", "has_effect", "hooks_of_all_modules", "is_branching", "is_check", "is_collective",
-    "is_flattened", "is_mutable", "is_random", "is_transformed", "note_branches", "operating", "parts_of",
-    "storage_number", "without_modes",
+    "is_flattened", "is_mutable", "is_random", "is_traced_by_others", "is_transformed", "note_branches", "operating",
+    "parts_of", "storage_number", "without_modes",
 ]
 
 BATCH_NORM: Any = torch.ops.aten._native_batch_norm_legit_functional.default
@@ -126,6 +126,12 @@ def is_transformed() -> bool:
     from torch.autograd import forward_ad
 
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def is_traced_by_others() -> bool:
+    """Whether ``torch.export`` or ``make_fx`` traces."""
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    return mode is not None or torch.compiler._is_exporting_flag
 
 
 def hooks_of_all_modules() -> tuple[Any, ...]:

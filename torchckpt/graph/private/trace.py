@@ -6,7 +6,7 @@ package supplies that function. Dynamo's backends work the same way.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -129,11 +129,17 @@ def uncompiled(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
 
 
 class Boxed(CodeGen):
-    """Generates a graph's code as a function of one list, which it empties: each value is freed after its last use."""
+    """Generates a graph's code as a function of one list, which it empties: each value is freed after its last use, and
+    those that are ``unread``, by name, at once."""
+
+    def __init__(self, unread: Collection[str] = ()) -> None:
+        super().__init__()
+        self._unread = unread
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, *, expanded_def: bool = False) -> str:
         names = [name.split(":")[0].split("=")[0].strip() for name in free_vars if name != "self"]
         unpack = f"\n    {', '.join(names)}, = arguments; arguments.clear()" if names else ""
+        unpack += "".join(f"; del {name}" for name in names if name in self._unread)
         return f"def {self._func_name}(self, arguments){maybe_return_annotation}:{unpack}"
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torchckpt.errors import CaptureError, Fault
+from torchckpt.graph.private.layouts import as_it_lay
 from torchckpt.graph.private.runtime import is_random, operating
 from torchckpt.graph.private.surroundings import casting_once
 from torchckpt.tensors import tensors_in
@@ -50,7 +51,7 @@ class Witness:
         def run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self._tell(operator)
             generators.drawn(operator, args)
-            results = operator(*args, **kwargs)
+            results = as_it_lay(operator, args, kwargs)
             self._saw(results, f"a result of {operator}")
             return results
 

@@ -25,7 +25,7 @@ from torchckpt.errors import (
 from torchckpt.graph.annotations import is_tracing, named_modules
 from torchckpt.graph.planner import GraphPlanner
 from torchckpt.graph.private.dynamo import compile_lock, compiling_whole, recompile_limit_hit
-from torchckpt.graph.private.runtime import is_transformed
+from torchckpt.graph.private.runtime import is_traced_by_others, is_transformed
 from torchckpt.graph.progress import log, log_unread, stopwatch
 from torchckpt.graph.run.backend import Backend, version_of
 from torchckpt.graph.step.halves import Halves, Unread, narrowed
@@ -93,7 +93,7 @@ class Calls:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
         """The traced call for these inputs, traced first if it is new. None if the module must run as it is: without
         derivatives, inside another trace, or inside a transform of torch.func."""
-        if is_tracing() or is_transformed():
+        if is_tracing() or is_traced_by_others() or is_transformed():
             return None
         kwargs = self._ordered(kwargs)
         with TRACE_LOCK.calling():

@@ -100,7 +100,8 @@ class Emitter:
         for placeholder in [placeholder for placeholder in self.crossing if not placeholder.users]:
             del self.crossing[placeholder]
             self.graph.erase_node(placeholder)
-        self.graph.set_codegen(Boxed())
+        inputs = self.graph.find_nodes(op="placeholder")
+        self.graph.set_codegen(Boxed([str(node.target) for node in inputs if not node.users]))
         return fx.GraphModule(self.joint.module, self.graph, name)
 
     def _node(self, node: fx.Node) -> fx.Node:

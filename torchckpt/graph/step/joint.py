@@ -114,6 +114,7 @@ class _Builder:
         repeats = {index: repeat for index, node in enumerate(self._order) if node and (repeat := repeat_of(node))}
         operations = [self._operation(node, repeats.get(index)) for index, node in enumerate(self._order)]
         self._keep_order(operations)
+        self._begin_with_arrival(operations)
         sources = [node for node in self._storages if node.op in ("placeholder", "get_attr")]
         given = self._roots_of(sources) - self._roots_of(self._tangents)
         passing = self._roots_of(self._new_values) - given
@@ -134,6 +135,18 @@ class _Builder:
                 reads, writes = (*operation.reads, *before), (*operation.writes, token)
                 operations[index] = replace(operation, reads=reads, writes=writes)
                 before = (token,)
+
+    def _begin_with_arrival(self, operations: list[Operation]) -> None:
+        """Let what the backward makes of saved values alone read a token of the arrival: gradients are there first."""
+        arrival, token = self._forward, len(self._sizes)
+        backward = operations[arrival:] if self._tangents else []
+        written = {storage for operation in backward for storage in operation.writes}
+        early = [index for index, o in enumerate(backward) if index and written.isdisjoint(o.reads)]
+        if early:
+            self._sizes.append(0)
+            operations[arrival] = replace(backward[0], writes=(*backward[0].writes, token))
+        for index in early:
+            operations[arrival + index] = replace(backward[index], reads=(*backward[index].reads, token))
 
     def _operation(self, node: fx.Node | None, repeat: Repeat | None) -> Operation:
         if node is None:

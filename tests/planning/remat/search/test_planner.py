@@ -173,3 +173,17 @@ def test_a_weight_gradient_runs_before_that_of_the_input_if_that_makes_room() ->
     assert simulate(flow, flow.eager).peak_bytes == g + x + dx + dw + loss
     best = fit(flow, g + x + dw + loss)
     assert best.schedule == (0, 1, 3, 2, 4)
+
+
+def test_nothing_is_repeated_before_the_gradients_arrive():
+    """They are there when the backward begins: a repeat that makes room for itself before them has none."""
+    operations = (
+        Operation("f", (0,), (1,), 1.0, workspace_bytes=10),
+        Operation("g", (1,), (2,), 1.0),
+        Operation("h", (2,), (3,), 1.0, workspace_bytes=13),
+        Operation("tangents", (), (4,), 0.0, repeatable=False),
+        Operation("f_backward", (1, 3, 4), (5,), 1.0),
+    )
+    flow = Dataflow(operations, (1, 4, 1, 1, 8, 1), 3, given=frozenset({0}), results=frozenset({3, 5}))
+    assert fit(flow, 18) == solution(flow, flow.eager)
+    assert simulate(flow, (0, 1, 2, 0, 3, 4)).peak_bytes == 15

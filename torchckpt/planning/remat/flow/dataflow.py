@@ -166,9 +166,11 @@ class Tables:
         self.gradients = frozenset(s for writes in self.first_writes[self.forward:] for s in writes)
         self.earliest = [self.forward if self.staying & set(writes) else 0 for writes in self.repeat_writes]
         """For each position, the first at which it may be repeated."""
+        self.arrival = self.forward if self.forward < self.count and not self.first_reads[self.forward] else -1
+        """The first position of the backward, if that reads nothing: the gradients arrive. No repeat comes before."""
 
     def may_repeat(self, repeated: int, position: int) -> bool:
-        return self.repeatable[repeated] and position >= self.earliest[repeated]
+        return self.repeatable[repeated] and position >= self.earliest[repeated] and position != self.arrival
 
     def _tracked(self, storages: Sequence[int]) -> tuple[int, ...]:
         return tuple(s for s in storages if s not in self.untracked)

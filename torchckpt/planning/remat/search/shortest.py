@@ -64,7 +64,8 @@ class Shortest:
         tables, in_backward = self.tables, done & self.forward == self.forward
         if done >> position & 1:
             (reads, writes), extra = self.again[position], tables.repeat_extra_bytes[position]
-            may_run = tables.repeatable[position] and (in_backward or not tables.earliest[position])
+            arrived = tables.arrival < 0 or bool(done >> tables.arrival & 1)
+            may_run = tables.repeatable[position] and (arrived if in_backward else not tables.earliest[position])
         else:
             (reads, writes), extra = self.first[position], tables.first_extra_bytes[position]
             may_run = not self.needed[position] & ~done and (in_backward or position < tables.forward)
