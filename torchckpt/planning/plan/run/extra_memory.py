@@ -105,13 +105,26 @@ def _pieces(
     level: Level, counted: Mapping[int, Level], before: float
 ) -> Iterator[tuple[tuple[int, bool], ExtraMemory]]:
     """The extra memory of the pieces of an action, for the level of each of its blocks as it is ``counted``."""
-    if [piece.block for piece in level.pieces if not piece.is_replay] != list(counted):  # one after the other
+    pieces = _with_passed(level.pieces, list(counted))
+    if [piece.block for piece in pieces if not piece.is_replay] != list(counted):  # one after the other
         return
-    for block, is_replay, highest, left, tail in level.pieces:
+    for block, is_replay, highest, left, tail in pieces:
         left -= counted[block].highest if is_replay else counted[block].left
         rises, rises_in_tail = (amount - counted[block].highest - before for amount in (highest, tail))
         yield (block, is_replay), ExtraMemory(rises, left - before, tail=rises_in_tail)
         before = left
+
+
+def _with_passed(pieces: Sequence[Piece], blocks: Sequence[int]) -> list[Piece]:
+    """``pieces``, with those of blocks that had nothing to replay: a backward passes them in the piece of a later one.
+    """
+    every, rest = [], list(reversed(blocks))
+    for piece in pieces:
+        while not piece.is_replay and piece.block in rest and (passed := rest.pop()) != piece.block:
+            every.append(piece._replace(block=passed))
+            piece = piece._replace(highest=piece.left)
+        every.append(piece)
+    return every
 
 
 def beside_of(steps: Sequence[MeasuredStep], stages: Sequence[Stage]) -> dict[Action, ExtraMemory]:
