@@ -7,7 +7,7 @@ from torch.nn.functional import gelu
 
 from torchckpt import checkpoint
 
-__all__ = ["Nested", "Plain", "Spread", "Summed", "SummedFirst", "SummedLast"]
+__all__ = ["Around", "Nested", "Plain", "Spread", "Summed", "SummedFirst", "SummedLast"]
 
 
 class Plain(nn.Module):
@@ -38,6 +38,17 @@ class Spread(nn.Module):
 
     def forward(self, x):
         return x + self.part(x.expand(48, *x.shape)[0])
+
+
+class Around(nn.Module):
+    """What saves more behind its region than in it."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.region, self.second = nn.Linear(size, size), nn.Linear(size, size)
+
+    def forward(self, x):
+        return self.second(self.region(x).tanh()).tanh().sin().exp().tanh()
 
 
 class Summed(nn.Module):

@@ -200,11 +200,16 @@ def _highest_of_pieces(
 
 
 def _if_kept(pieces: Pieces, backward: Pieces, stage: Stage) -> Pieces:
-    """What a block of a forward rises by where it is kept: what its replay does, to its end if that was measured; and
-    no fewer bytes are there than where it is not kept."""
-    replays = ((block, each) for (block, is_replay), each in backward.items() if is_replay)
-    there = ((block, each, pieces[block, False].rises - stage.blocks[block].freed_bytes) for block, each in replays)
-    return {(block, True): ExtraMemory(max(each.rises, each.tail, least), 0.0) for block, each, least in there}
+    """What a block of a forward rises by where it is kept: what its replay does, to its end if that was measured, and
+    what is saved between the block before and it. No fewer bytes are there than where it is not kept."""
+    kept = {}
+    for (block, is_replay), each in backward.items():
+        if is_replay:
+            piece = pieces[block, False]
+            between = min(max(0.0, piece.leaves), stage.after.saved_bytes)
+            least = piece.rises - stage.blocks[block].freed_bytes
+            kept[block, True] = ExtraMemory(max(between + max(each.rises, each.tail), least), 0.0)
+    return kept
 
 
 _NOTHING = ExtraMemory(0.0, 0.0)
