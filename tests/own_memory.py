@@ -7,7 +7,7 @@ from torch.nn.functional import gelu
 
 from torchckpt import checkpoint
 
-__all__ = ["Nested", "Plain", "Spread", "SummedFirst", "SummedLast"]
+__all__ = ["Around", "Nested", "Plain", "Spread", "Summed", "SummedFirst", "SummedLast"]
 
 
 class Plain(nn.Module):
@@ -40,16 +40,37 @@ class Spread(nn.Module):
         return x + self.part(x.expand(48, *x.shape)[0])
 
 
-class SummedFirst(nn.Module):
-    """Saves little, and its forward takes a large tensor before it saves anything."""
+class Around(nn.Module):
+    """What saves more behind its region than in it."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(size, size), nn.Linear(size, size)
+        self.region, self.second = nn.Linear(size, size), nn.Linear(size, size)
+
+    def forward(self, x):
+        return self.second(self.region(x).tanh()).tanh().sin().exp().tanh()
+
+
+class Summed(nn.Module):
+    """Saves nothing, and its forward takes a large tensor."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
 
     def summed(self, x):
         with torch.no_grad():
             return x.repeat(1, 48).exp().sum(1, keepdim=True)
+
+    def forward(self, x):
+        return x + self.summed(x)
+
+
+class SummedFirst(Summed):
+    """Saves little, and its forward takes a large tensor before it saves anything."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.first, self.second = nn.Linear(size, size), nn.Linear(size, size)
 
     def forward(self, x):
         more = self.summed(x)

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from torchckpt.errors import BudgetInfeasible
 from torchckpt.jobs import MACHINES, MODELS, Job, Layout, Model, Software, memory_of, plan_job
 from torchckpt.jobs.layout import SOFTWARE
 from torchckpt.jobs.plan import rooms
-from torchckpt.planning.device import left_to_tensors
+from torchckpt.planning.device import BUFFERS, MARGIN, left_to_tensors
 from torchckpt.planning.work.choice import State
 from torchckpt.planning.work.collective import Collective
 
@@ -212,3 +213,18 @@ def test_a_plan_of_one_backward_fills_its_device_and_no_more(state, memory):
     assert plan.memory[0].total <= left_to_tensors(memory)
     saved = plan.job.work[True].saved
     assert left - plan.pipeline.peak_bytes[0] < 1.1 * saved.whole
+
+
+@pytest.mark.parametrize(("share", "is_planned"), [(0.1, False), (0.99, False), (1.01, True), (4, True)])
+@pytest.mark.parametrize("state", ["none", "fsdp2"])
+def test_a_plan_of_one_backward_has_room_for_a_layer_beside_all_gradients(state, share, is_planned):
+    model = replace(SMALL, layers=24, hidden=2048, heads=16, ffn=8192)
+    changes = {"pp": 1, "dp": 1, "gpus": 1, "micro_batch": 4, "global_batch": 4, "software": SOFTWARE["torchtitan"]}
+    one = job(model, state=state, recompute="planned", **changes)
+    device = (memory_of(one, [0.0])[0].total + share * one.work[True].saved.whole + BUFFERS) / (1 - MARGIN)
+    if is_planned:
+        assert plan_job(one, device).memory[0].total <= left_to_tensors(device)
+    else:
+        with pytest.raises(BudgetInfeasible) as caught:
+            plan_job(one, device)
+        assert plan_job(one, caught.value.least_bytes).memory[0].total <= left_to_tensors(caught.value.least_bytes)

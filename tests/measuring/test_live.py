@@ -1,6 +1,7 @@
 """Bytes that operators make: how many are alive at most during each action, and when it ends."""
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -9,6 +10,8 @@ from torchckpt.measuring.live import LiveBytes, Watch
 from torchckpt.planning import Action, Kind
 from torchckpt.planning.step.memory import Level, Piece
 from torchckpt.regions import live as module
+from torchckpt.regions.core.frame import Frame
+from torchckpt.regions.core.options import Options
 from torchckpt.regions.private import dispatch_modes_are_active, put_under_modes
 from torchckpt.regions.saved import storage_of
 
@@ -100,6 +103,14 @@ def test_operators_that_are_not_looked_at():
         fresh = ones(100)
     assert alive.levels == {}
     assert next(iter(storage_of(fresh))) in alive
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_replay_runs_to_its_end_where_bytes_are_counted(looks):
+    frame = Frame(Options())
+    with LiveBytes(CPU, looks).replaying(0, frame):
+        assert (frame.tail is not None) == looks
+    assert frame.tail is None
 
 
 class Allocator:

@@ -252,7 +252,7 @@ def rooms(job: Job, device_bytes: float) -> list[float]:
     """The bytes of each rank that are left for activations; below 0 where it does not fit without any."""
     left, ranks = left_to_tensors(device_bytes), job.layout.pp
     free = [left - rank.total for rank in memory_of(job, [0.0] * ranks)]
-    if min(free) < 0 or not job.late_bytes(0):
+    if not job.missing_bytes(0, free[0]):  # all gradients are there in the last replay, beside a layer
         return free
     return [2 * left - rank.total for rank in memory_of(job, [left] * ranks)]  # gradients come as activations go
 

@@ -96,7 +96,9 @@ class LiveBytes(LiveStorages):
     @contextmanager
     def replaying(self, block: int, frame: Frame | None = None) -> Iterator[None]:
         """A context around a replay of ``block`` in the current action: a piece, and another ends before it. That of a
-        ``frame`` runs on to the end of its forward, to show what that takes where it is kept."""
+        ``frame`` runs on to the end of its forward, to show what that takes where it is kept, if bytes are counted."""
+        if not (self.looks or self.allocator):
+            frame = None
         if not self._has_replayed:
             self._entered_bytes = max(self._entered_bytes, float(self.highest()))
         self._has_replayed = True

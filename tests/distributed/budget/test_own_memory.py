@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.distributed.budget.test_gradients import NEW
 from tests.distributed.stages import SIZE, SPLIT, batch, parameters_of, schedule_on, stages_of, step
-from tests.own_memory import Nested, Plain, Spread, SummedFirst, SummedLast
+from tests.own_memory import Around, Nested, Plain, Spread, Summed, SummedFirst, SummedLast
 from tests.settings import with_gloo
 from tests.slow import slow_but
 from torchckpt import BudgetInfeasible, checkpoint_module
@@ -28,7 +28,7 @@ class Stage(nn.Module):
             torch.manual_seed(0)
             self.blocks = nn.Sequential(*(kind(SIZE) for kind in kinds))
         for block in self.blocks:
-            checkpoint_module(block)
+            checkpoint_module(getattr(block, "region", block))
 
     def forward(self, x):
         return self.blocks(x)
@@ -37,6 +37,7 @@ class Stage(nn.Module):
 STAGES = {
     "nested": (Plain, Nested), "between": (Plain, Nested, Plain, Spread), "spread": (Plain, Plain, Spread),
     "first": (SummedFirst, SummedFirst, SummedFirst), "last": (SummedLast, SummedLast, SummedLast),
+    "unsaved": (Plain, Summed, Plain), "around": (Around, SummedLast, Plain),
 }  # fmt: skip
 
 
@@ -53,7 +54,7 @@ def stepped(name, kinds, budget, steps=6):
 NAMES = ("ScheduleGPipe", "Schedule1F1B", SPLIT[0])
 QUICK = [
     (NAMES[0], "nested"), (NAMES[1], "nested"), (NAMES[0], "between"), (NAMES[2], "spread"), (NAMES[0], "first"),
-    (NAMES[2], "last"),
+    (NAMES[2], "last"), (NAMES[0], "unsaved"), (NAMES[0], "around"),
 ]  # fmt: skip
 
 

@@ -105,13 +105,26 @@ def _pieces(
     level: Level, counted: Mapping[int, Level], before: float
 ) -> Iterator[tuple[tuple[int, bool], ExtraMemory]]:
     """The extra memory of the pieces of an action, for the level of each of its blocks as it is ``counted``."""
-    if [piece.block for piece in level.pieces if not piece.is_replay] != list(counted):  # one after the other
+    pieces = _with_passed(level.pieces, list(counted))
+    if [piece.block for piece in pieces if not piece.is_replay] != list(counted):  # one after the other
         return
-    for block, is_replay, highest, left, tail in level.pieces:
+    for block, is_replay, highest, left, tail in pieces:
         left -= counted[block].highest if is_replay else counted[block].left
         rises, rises_in_tail = (amount - counted[block].highest - before for amount in (highest, tail))
         yield (block, is_replay), ExtraMemory(rises, left - before, tail=rises_in_tail)
         before = left
+
+
+def _with_passed(pieces: Sequence[Piece], blocks: Sequence[int]) -> list[Piece]:
+    """``pieces``, with those of blocks that had nothing to replay: a backward passes them in the piece of a later one.
+    """
+    every, rest = [], list(reversed(blocks))
+    for piece in pieces:
+        while not piece.is_replay and piece.block in rest and (passed := rest.pop()) != piece.block:
+            every.append(piece._replace(block=passed))
+            piece = piece._replace(highest=piece.left)
+        every.append(piece)
+    return every
 
 
 def beside_of(steps: Sequence[MeasuredStep], stages: Sequence[Stage]) -> dict[Action, ExtraMemory]:
@@ -187,11 +200,16 @@ def _highest_of_pieces(
 
 
 def _if_kept(pieces: Pieces, backward: Pieces, stage: Stage) -> Pieces:
-    """What a block of a forward rises by where it is kept: what its replay does, to its end if that was measured; and
-    no fewer bytes are there than where it is not kept."""
-    replays = ((block, each) for (block, is_replay), each in backward.items() if is_replay)
-    there = ((block, each, pieces[block, False].rises - stage.blocks[block].freed_bytes) for block, each in replays)
-    return {(block, True): ExtraMemory(max(each.rises, each.tail, least), 0.0) for block, each, least in there}
+    """What a block of a forward rises by where it is kept: what its replay does, to its end if that was measured, and
+    what is saved between the block before and it. No fewer bytes are there than where it is not kept."""
+    kept = {}
+    for (block, is_replay), each in backward.items():
+        if is_replay:
+            piece = pieces[block, False]
+            between = min(max(0.0, piece.leaves), stage.after.saved_bytes)
+            least = piece.rises - stage.blocks[block].freed_bytes
+            kept[block, True] = ExtraMemory(max(between + max(each.rises, each.tail), least), 0.0)
+    return kept
 
 
 _NOTHING = ExtraMemory(0.0, 0.0)
