@@ -13,6 +13,7 @@ from tests.settings import with_gloo
 from torchckpt.distributed import recompute_ahead
 from torchckpt.planning.plan.run import fit_measured
 from torchckpt.planning.plan.run.extra_memory import beside_of, highest_bytes
+from torchckpt.regions.saved import bytes_of
 
 pytestmark = with_gloo
 
@@ -77,8 +78,10 @@ def test_what_steps_with_other_backwards_have_handed_over_is_no_part_of_a_step(a
             parameter.grad = None
         step(schedule, stages, x, target)
     planned, (beside,) = schedule.plan.step, measured
+    # torch comes to the parameters of a stage in the order of a set, so gradients of a layer may be there earlier.
+    early = max(bytes_of(stage.submod.parameters()) for stage in stages)
     for action, highest in zip(planned.schedule.ranks[0], highest_bytes(planned, 0, beside)):
-        assert schedule._phase.levels[action].highest <= highest, action
+        assert schedule._phase.levels[action].highest <= highest + early, action
 
 
 def of_rank(rank):
