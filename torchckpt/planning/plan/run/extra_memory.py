@@ -173,7 +173,7 @@ def highest_bytes(step: Step, rank: int, beside: Mapping[Action, ExtraMemory]) -
             highest = before + max(_highest_of_pieces(action.kind, by_block, pieces, choice.recomputed))
         elif pieces and action.kind is Kind.FORWARD:
             by_block = [(block, counted_left + made) for block, made in makes_of(stage, choice.recomputed)]
-            highest = before + max(_highest_of_pieces(action.kind, by_block, pieces, choice.recomputed))
+            highest = max(highest, before + max(_highest_of_pieces(action.kind, by_block, pieces, choice.recomputed)))
         elif pieces and action.kind is Kind.BACKWARD:
             by_block = [(block, counted.left + use) for block, use in uses_of(stage, choice.late)]
             highest = max(highest, before + max(_highest_of_pieces(action.kind, by_block, pieces, choice.late)))
