@@ -110,11 +110,11 @@ def recompute_ahead(
         segments: how many regions of a stage, the last ones, are recomputed early, which hides them. The others are
             recomputed inside the backward, which saves memory. Default: all.
         exempt: the (stage, micro-batch) whose regions keep their activations. ``"auto"``: those that are free to keep
-            (see :func:`~torchckpt.planning.work.choice.free_to_keep`), such as the last stage of 1F1B; none
-            where only some ``segments`` are recomputed early. ``"none"``: nothing is kept.
-        costs: of every stage, or one per stage: recomputes stand where a simulation has their rank idle.
-            ``"measured"``: those of the first steps, on which all processes of the job then agree (so all of them must
-            be stepping). With ``segments``, they are those of the early regions. Default: right before the backward.
+            (:func:`~torchckpt.planning.work.choice.free_to_keep`), such as the last stage of 1F1B; none where only some
+            ``segments`` are early. ``"none"``: nothing is kept.
+        costs: of every stage, or one per stage: recomputes stand where a simulation has their rank idle; with
+            ``segments``, those of the early regions. ``"measured"``: those of the first steps, on which all processes
+            of the job then agree (so all of them must be stepping). Default: right before the backward.
         link: beside ``costs``: the seconds of a message between neighbouring stages, or their links. Default: none.
         budget: bytes that a step may take on each rank above what is there before it, or a list with one for each rank:
             a number, a size such as ``"60GiB"``, or a share such as ``"50%"`` of the peak of the rank that takes most
@@ -138,7 +138,6 @@ def recompute_ahead(
             what was raised. Where the first cause is ``torch.OutOfMemoryError``, that is raised.
     """
     check(_schedule_faults(schedule))
-    check(_numpy_faults(schedule))
     plain = schedule_of(schedule)
     is_planned = budget is not None or plan is not None
     check((
@@ -148,10 +147,9 @@ def recompute_ahead(
         *(_plan_faults(budget, plan, segments, exempt, costs, link) if is_planned else ()),
         *_host_faults(schedule, budget, host),
     ))
-    finds_free = exempt == "auto" and segments is None and not is_planned
-    kept = free_to_keep(plain) if finds_free else frozenset(() if isinstance(exempt, str) else exempt)
-    all_early = not kept and segments is None and not is_planned
-    check((*_traced_faults(schedule, plain, kept), *(() if all_early else _split_faults(schedule, plain))))
+    is_early = segments is None and not is_planned  # every region that is recomputed
+    kept = _kept(exempt, plain, is_early)
+    check((*_traced_faults(schedule, plain, kept), *(() if is_early and not kept else _split_faults(schedule, plain))))
     _warn_of_statistics(schedule)
     _warn_of_replicas(schedule, plain)
     if budget is not None:
@@ -160,6 +158,13 @@ def recompute_ahead(
         return RecomputeWithin(schedule, plain, plan_for(plan, plain))
     placed = plain if segments == 0 else _placed(plain, kept, None if isinstance(costs, str) else costs, link or 0.0)
     return RecomputeAhead(schedule, placed, segments, kept, is_measuring=costs == "measured")
+
+
+def _kept(exempt: str | Collection[Visit], schedule: Schedule, is_early: bool) -> frozenset[Visit]:
+    """The visits that keep their activations."""
+    if isinstance(exempt, str):
+        return free_to_keep(schedule) if exempt == "auto" and is_early else frozenset()
+    return frozenset(exempt)
 
 
 def _placed(schedule: Schedule, kept: Collection[Visit], costs: Stages | None, link: Links) -> Schedule:
@@ -230,6 +235,8 @@ def _schedule_faults(schedule: object) -> Iterator[Fault]:
         yield Fault("the schedule recomputes ahead already", "what recompute_ahead() returned", works)
     elif not isinstance(schedule, (PipelineScheduleSingle, PipelineScheduleMulti)):
         yield Fault("the schedule is none of torch.distributed.pipelining", kind(schedule), _WORKS)
+    else:
+        yield from _numpy_faults(schedule)
 
 
 def _numpy_faults(live: Live) -> Iterator[Fault]:

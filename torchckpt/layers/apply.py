@@ -107,8 +107,7 @@ def checkpoint_layers(
             With a budget it may be left out: the repeated blocks, which are the modules of the longest lists of modules
             of one class and one shape; the handle says which, and so does one line on stderr where that is a terminal,
             else in the log.
-        every: of those that are chosen, in the order of ``model.named_modules()``, the first and then every n-th one:
-            with ``every=2`` the 1st, the 3rd, the 5th. Not with a budget.
+        every: of those, in the order of ``model.named_modules()``, the first and then every n-th. Not with a budget.
         budget: bytes that a step may take above what is there before it: a number, a size such as ``"60GiB"``, or a
             share such as ``"50%"`` of what the largest known step takes if everything is kept. The first step
             recomputes every call and is counted. When the second begins, the plan is made, which is followed from then
