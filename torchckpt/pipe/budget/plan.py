@@ -27,6 +27,7 @@ from torchckpt.planning.step.measured import measured_step
 from torchckpt.planning.step.memory import Level
 from torchckpt.planning.step.simulated import Step
 from torchckpt.planning.work.block import Stage as Work
+from torchckpt.planning.work.choice import first_blocks
 
 __all__ = ["blocks_of", "fit", "graph_order", "parts_of", "placement_of", "step_order", "whole_bytes"]
 
@@ -70,12 +71,13 @@ def fit(order: Schedule, counted: Counted, budget: Bytes, lookahead: int | None)
     """
     took, stages, links = _took(order, counted)
     try:
-        best = fitted(order, stages, links, budget, [took])
+        found = fitted(order, stages, links, budget, [took])
     except BudgetInfeasible as error:
         error.caller = "Pipe"
         raise
-    best = best if lookahead is None else _in_graph(best, took, lookahead)
-    return replace(best, plan=replace(best.plan, whole_step=WholeStep(best.budget_bytes, best.peak_bytes)))
+    best = found if lookahead is None else _in_graph(found, took, lookahead)
+    step, rules = WholeStep(best.budget_bytes, best.peak_bytes), found.plan.counted_rules
+    return replace(best, plan=replace(best.plan, whole_step=step, counted_rules=rules))
 
 
 def whole_bytes(order: Schedule, counted: Counted) -> float:
@@ -103,7 +105,10 @@ def _in_graph(best: Fitted, took: MeasuredStep, lookahead: int) -> Fitted:
     visits = [action.visit for order in took.schedule.ranks for action in order if action.kind is Kind.FORWARD]
     late = {visit: _late(best.plan.step.choice(visit)) for visit in visits}
     beside = beside_of([took], problem.stages)
-    orders = ((with_recompute(took.schedule, choices, lookahead), choices) for choices in (best.plan.choices, late))
+    _, rule = best.plan.counted_rules
+    same = first_blocks(took.schedule, problem.stages, rule.blocks)
+    ways = (best.plan.choices, late, same)
+    orders = ((with_recompute(took.schedule, choices, lookahead), choices) for choices in ways)
     plans = [PipelinePlan.of(problem, *order) for order in orders]
     plans += [plan for plan in [repaired(plan, limits, beside) for plan in plans] if plan is not None]
     tries = [Fitted(plan, limits, peaks_of(plan, beside)) for plan in plans]
