@@ -153,7 +153,8 @@ class PlanFigures:
 
     @cached_property
     def bound_seconds(self) -> float:
-        """No plan of the same schedule, stages and budget is shorter."""
+        """No plan of the same schedule, stages and budget is shorter. If it was made of measured steps: none whose
+        activations have the bytes that this one was given for them; those beside them depend on the plan."""
         return bound_seconds(self.problem)
 
     @cached_property
