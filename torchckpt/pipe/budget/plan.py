@@ -27,7 +27,6 @@ from torchckpt.planning.step.measured import measured_step
 from torchckpt.planning.step.memory import Level
 from torchckpt.planning.step.simulated import Step
 from torchckpt.planning.work.block import Stage as Work
-from torchckpt.planning.work.choice import first_blocks
 
 __all__ = ["blocks_of", "fit", "graph_order", "parts_of", "placement_of", "step_order", "whole_bytes"]
 
@@ -105,10 +104,7 @@ def _in_graph(best: Fitted, took: MeasuredStep, lookahead: int) -> Fitted:
     visits = [action.visit for order in took.schedule.ranks for action in order if action.kind is Kind.FORWARD]
     late = {visit: _late(best.plan.step.choice(visit)) for visit in visits}
     beside = beside_of([took], problem.stages)
-    _, rule = best.plan.counted_rules
-    same = first_blocks(took.schedule, problem.stages, rule.blocks)
-    ways = (best.plan.choices, late, same)
-    orders = ((with_recompute(took.schedule, choices, lookahead), choices) for choices in ways)
+    orders = ((with_recompute(took.schedule, choices, lookahead), choices) for choices in (best.plan.choices, late))
     plans = [PipelinePlan.of(problem, *order) for order in orders]
     plans += [plan for plan in [repaired(plan, limits, beside) for plan in plans] if plan is not None]
     tries = [Fitted(plan, limits, peaks_of(plan, beside)) for plan in plans]

@@ -108,7 +108,6 @@ def fitted(
             break
         left = min(left - 1, _MORE_TRIES) if best is not least else left - 1
     same = _same_blocks(least, problem.within(tries.within), [step.schedule for step in took], beside)
-    best = min(best, same, key=lambda fit: fit.plan.step_seconds)
     shortest = _repaired(best, min(plans, key=lambda plan: plan.step_seconds), beside)
     plan = replace(shortest.plan, counted_rules=(_rule(least), _rule(same)))
     return replace(shortest, plan=plan, least_bytes=max(least.peak_bytes))
