@@ -35,7 +35,7 @@ class CheckpointError(Exception):
 
 
 class ArgumentError(CheckpointError, ValueError):
-    """A call breaks a rule. The message lists every fault of the call, not only the first."""
+    """A call breaks a rule. The message lists every fault of the call, not only the first; of many, ten."""
 
 
 class BudgetInfeasible(CheckpointError, RuntimeError):
@@ -137,11 +137,17 @@ def raise_fault(fault: Fault) -> NoReturn:
     raise ArgumentError(str(fault))
 
 
+_MOST_FAULTS = 10
+"""A file that is none of those that are read has a fault in each word."""
+
+
 def check(faults: Iterable[Fault]) -> None:
-    """Raise one :class:`ArgumentError` that lists all ``faults``; do nothing if there are none."""
+    """Raise one :class:`ArgumentError` that lists all ``faults``, the first ones of many; do nothing if there are
+    none."""
     listed = [str(fault) for fault in faults]
     if listed:
-        raise ArgumentError("\n".join(listed if len(listed) == 1 else [f"{len(listed)} faults", *listed]))
+        head = f"{len(listed)} faults" + f", the first {_MOST_FAULTS} of them" * (len(listed) > _MOST_FAULTS)
+        raise ArgumentError("\n".join(listed if len(listed) == 1 else [head, *listed[:_MOST_FAULTS]]))
 
 
 def brief(value: object) -> str:

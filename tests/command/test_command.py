@@ -205,6 +205,15 @@ def test_a_wrong_call_is_one_line_and_exit_code_2(arguments: str) -> None:
     assert process.stderr.startswith("python -m torchckpt")
 
 
+def test_a_file_of_something_else_says_ten_of_its_faults(capsys, tmp_path):
+    """It said all of them: one line of 30 kB for a plan as JSON, and more for a table of numbers."""
+    path = tmp_path / "numbers.csv"
+    path.write_text("\n".join(["1,2,3"] * 1000))
+    text = refused(capsys, "simulate", "--csv", str(path))
+    assert "3000 faults, the first 10 of them: line 1, column 1: this is no action" in text
+    assert text.count("works: ") == 10
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [

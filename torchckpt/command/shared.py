@@ -78,7 +78,7 @@ class Unusable(CheckpointError):
 def line(error: Exception) -> str:
     """A message as one line: the rule, what was received, what works."""
     text = re.sub(r"^[\w.]+\(\): ", "", str(error))
-    if several := re.match(r"\d+ faults\n", text):
+    if several := re.match(r"\d+ faults.*\n", text):
         text = f"{several[0].strip()}: " + re.sub(r"\n(?=\S)", " | ", text[several.end() :])
     return " ".join(re.sub(r"\n\s*(received|works):\s*", r"; \1: ", text).split())
 

@@ -70,12 +70,13 @@ def fit(order: Schedule, counted: Counted, budget: Bytes, lookahead: int | None)
     """
     took, stages, links = _took(order, counted)
     try:
-        best = fitted(order, stages, links, budget, [took])
+        found = fitted(order, stages, links, budget, [took])
     except BudgetInfeasible as error:
         error.caller = "Pipe"
         raise
-    best = best if lookahead is None else _in_graph(best, took, lookahead)
-    return replace(best, plan=replace(best.plan, whole_step=WholeStep(best.budget_bytes, best.peak_bytes)))
+    best = found if lookahead is None else _in_graph(found, took, lookahead)
+    step, rules = WholeStep(best.budget_bytes, best.peak_bytes), found.plan.counted_rules
+    return replace(best, plan=replace(best.plan, whole_step=step, counted_rules=rules))
 
 
 def whole_bytes(order: Schedule, counted: Counted) -> float:

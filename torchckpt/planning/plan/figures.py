@@ -18,7 +18,7 @@ from torchckpt.planning.step.timeline import Timeline
 from torchckpt.planning.work.choice import Choices, State, first_blocks
 from torchckpt.planning.work.host import Move
 
-__all__ = ["Alone", "PlanFigures", "Rule", "WholeStep", "everything", "same_blocks"]
+__all__ = ["Alone", "CountedRule", "PlanFigures", "Rule", "WholeStep", "everything", "same_blocks"]
 
 _WORK, _FEWEST = 200_000, 8
 """The actions of the orders that are tried; if these are fewer than ``_FEWEST`` orders, then so many."""
@@ -35,16 +35,26 @@ class Rule(Row):
     """The number of first blocks of each stage that are recomputed; a stage that has fewer recomputes all."""
 
 
-def everything(problem: Problem) -> Rule:
-    """Recompute every block."""
-    seconds, blocks, peaks = _quickest(problem, [max(len(stage.blocks) for stage in problem.stages)])
+class CountedRule(NamedTuple):
+    """A rule as it was counted for a whole step."""
+
+    step_seconds: float
+    blocks: int
+    peak_bytes: tuple[float, ...]
+    """Of activations, as those of a plan."""
+
+
+def everything(problem: Problem, counted: CountedRule | None = None) -> Rule:
+    """Recompute every block. ``counted``: what is known of it already."""
+    seconds, blocks, peaks = counted or _quickest(problem, [max(len(stage.blocks) for stage in problem.stages)])
     none, bound = problem.keep_all.seconds, problem.bound_seconds
     return Rule("recomputing all", seconds, peaks, none, bound, seconds, blocks)
 
 
-def same_blocks(problem: Problem) -> Rule:
+def same_blocks(problem: Problem, counted: CountedRule | None = None) -> Rule:
     """Recompute the first k blocks of every stage, with the k that makes the shortest step of those that fit."""
-    seconds, blocks, peaks = _quickest(problem, range(max(len(stage.blocks) for stage in problem.stages) + 1))
+    most = max(len(stage.blocks) for stage in problem.stages)
+    seconds, blocks, peaks = counted or _quickest(problem, range(most + 1))
     none, bound = problem.keep_all.seconds, problem.bound_seconds
     name = f"the same {'block' if blocks == 1 else f'{blocks} blocks'} on every stage"
     return Rule(name, seconds, peaks, none, bound, None, blocks)
@@ -138,10 +148,13 @@ class PlanFigures:
     """One of each block that is away: when it leaves its device, and when it comes back."""
     alone: Alone | None = None
     """What either way alone takes, of a plan with a host."""
+    counted_rules: tuple[CountedRule, ...] = ()
+    """If the plan was made of measured steps: to recompute everything, and the same blocks, in steps that fit whole."""
 
     @cached_property
     def bound_seconds(self) -> float:
-        """No plan of the same schedule, stages and budget is shorter."""
+        """No plan of the same schedule, stages and budget is shorter. If it was made of measured steps: none whose
+        activations have the bytes that this one was given for them; those beside them depend on the plan."""
         return bound_seconds(self.problem)
 
     @cached_property
@@ -206,12 +219,12 @@ class PlanFigures:
     @cached_property
     def all_recomputed(self) -> Rule:
         """The step in which every block is recomputed inside its backward."""
-        return everything(self.asked or self.problem)
+        return everything(self.asked or self.problem, *self.counted_rules[:1])
 
     @cached_property
     def same_recomputed(self) -> Rule:
         """The step in which the first k blocks of every stage are, of all micro-batches, with the best k that fits."""
-        return same_blocks(self.asked or self.problem)
+        return same_blocks(self.asked or self.problem, *self.counted_rules[1:])
 
     def row(self, name: str, step_seconds: float, peak_bytes: tuple[float, ...]) -> Row:
         """A step of this plan, beside keeping all, recomputing all, and the bound."""

@@ -11,7 +11,7 @@ from torchckpt.errors import ArgumentError, Fault, called, named, raise_fault
 from torchckpt.planning.order.csv_format import from_csv, to_csv
 from torchckpt.planning.order.schedule import Action, Kind, Schedule
 from torchckpt.planning.order.validity import check_schedule
-from torchckpt.planning.plan.figures import Alone, PlanFigures, WholeStep
+from torchckpt.planning.plan.figures import Alone, CountedRule, PlanFigures, WholeStep
 from torchckpt.planning.plan.problem import problem_of
 from torchckpt.planning.step.boundary import misplaced_moves
 from torchckpt.planning.step.placement import recomputed_early
@@ -41,6 +41,8 @@ def written(plan: PlanFigures) -> str:
     }
     if plan.whole_step is not None:
         stored["whole_step"] = plan.whole_step
+    if plan.counted_rules:
+        stored["rules"] = plan.counted_rules
     if problem.host is not None:
         stored |= {"host": asdict(problem.host), "moves": plan.moves}
     if plan.alone is not None:
@@ -84,7 +86,8 @@ def read(text: str) -> PlanFigures:
         if not all(seconds >= 0 for seconds in alone):
             _refuse(f"{alone} seconds of recomputing and offloading alone")
         other = None if problem.stages == asked.stages else asked
-        plan = PlanFigures(problem, planned, choices, other, step, moves, Alone(*alone) if alone else None)
+        rules = _rules(stored.get("rules", ()), ranks)
+        plan = PlanFigures(problem, planned, choices, other, step, moves, Alone(*alone) if alone else None, rules)
         _check(plan)
         return plan
     except ArgumentError:
@@ -134,6 +137,14 @@ def _amounts(stored: Sequence[object], ranks: int) -> tuple[float, ...]:
     if len(amounts) != ranks or not all(0 <= amount < math.inf for amount in amounts):
         _refuse(f"{len(amounts)} amounts of bytes, {stored}")
     return amounts
+
+
+def _rules(stored: Sequence[Any], ranks: int) -> tuple[CountedRule, ...]:
+    if len(stored) not in (0, 2):
+        _refuse(f"{len(stored)} rules")
+    return tuple(
+        CountedRule(_amounts([seconds], 1)[0], int(blocks), _amounts(peaks, ranks)) for seconds, blocks, peaks in stored
+    )
 
 
 def _check(plan: PlanFigures) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from operator import le
 
 import pytest
 
@@ -11,11 +12,12 @@ from tests.slow import slow
 from torchckpt.errors import ArgumentError, BudgetInfeasible
 from torchckpt.planning import Block, Choice, Kind, Link, Stage, one_f_one_b, with_recompute, zero_bubble
 from torchckpt.planning.plan import PipelinePlan, plan_pipeline
-from torchckpt.planning.plan.run.extra_memory import MeasuredStep
-from torchckpt.planning.plan.run.fit_measured import fitted
+from torchckpt.planning.plan.run.extra_memory import MeasuredStep, beside_of
+from torchckpt.planning.plan.run.fit_measured import fitted, peaks_of
 from torchckpt.planning.plan.run.order import before_pairs, done_whole
 from torchckpt.planning.step.memory import Level
 from torchckpt.planning.step.simulated import Step
+from torchckpt.planning.work.choice import first_blocks
 
 STAGES = [Stage((Block(saved_bytes=100.0, boundary_bytes=6.0),) * 4)] * 3
 SCHEDULE = one_f_one_b(3, 6)
@@ -175,3 +177,22 @@ def test_between_forward_and_backward_of_one_visit_a_recompute_stays():
 def test_what_is_no_budget():
     with pytest.raises(ArgumentError, match=r"^the budget is not bytes above 0"):
         planned(-1, step_with(lambda place: 0))
+
+
+@pytest.mark.parametrize(("seed", "budget"), [(8, 800), (9, 800), (10, 500)])
+def test_rules_beside_a_plan_fit_as_it_does_and_are_no_shorter(seed, budget):
+    """They were counted with the activations alone, and one that did not fit was printed as shorter than the plan."""
+    drawn = random.Random(seed)
+    took = step_with(lambda place: drawn.randrange(250))
+    found = planned(budget, took)
+    every, same = found.plan.all_recomputed, found.plan.same_recomputed
+    fitting = []
+    for count in range(5):
+        plan = PipelinePlan(found.plan.problem, SCHEDULE, first_blocks(SCHEDULE, STAGES, count))
+        peaks = peaks_of(plan, beside_of([took], STAGES))
+        fitting += [(count, plan.step_seconds)] if all(map(le, peaks, found.budget_bytes)) else []
+    assert (same.blocks, same.step_seconds) == fitting[0]
+    assert (every.blocks, every.step_seconds) == fitting[-1]
+    assert found.plan.step_seconds <= same.step_seconds
+    loaded = PipelinePlan.from_json(found.plan.to_json())
+    assert (loaded.all_recomputed, loaded.same_recomputed) == (every, same)

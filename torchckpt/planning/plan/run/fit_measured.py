@@ -16,6 +16,7 @@ from torchckpt.errors import BudgetInfeasible
 from torchckpt.planning.budget import Bytes, bytes_per_rank, enough, whole
 from torchckpt.planning.draw.units import Units, aligned
 from torchckpt.planning.order.schedule import Action, Schedule
+from torchckpt.planning.plan.figures import CountedRule
 from torchckpt.planning.plan.pipeline import planned
 from torchckpt.planning.plan.problem import Problem, problem_of
 from torchckpt.planning.plan.result import PipelinePlan
@@ -27,7 +28,7 @@ from torchckpt.planning.step.placement import without
 from torchckpt.planning.step.table import table_of
 from torchckpt.planning.step.timeline import Timeline
 from torchckpt.planning.work.block import Link, Stage
-from torchckpt.planning.work.choice import first_blocks
+from torchckpt.planning.work.choice import Choice, first_blocks
 from torchckpt.planning.work.host import Host
 
 __all__ = ["Fitted", "PlannedStep", "fitted", "peaks_of", "with_levels"]
@@ -106,8 +107,36 @@ def fitted(
         if not tries.go_on(problem, tried.peak_bytes):
             break
         left = min(left - 1, _MORE_TRIES) if best is not least else left - 1
+    same = _same_blocks(least, problem.within(tries.within), [step.schedule for step in took], beside)
     shortest = _repaired(best, min(plans, key=lambda plan: plan.step_seconds), beside)
-    return replace(shortest, least_bytes=max(least.peak_bytes))
+    plan = replace(shortest.plan, counted_rules=(_rule(least), _rule(same)))
+    return replace(shortest, plan=plan, least_bytes=max(least.peak_bytes))
+
+
+def _same_blocks(
+    least: Fitted, problem: Problem, orders: Sequence[Schedule], beside: Mapping[Action, ExtraMemory]
+) -> Fitted:
+    """The shortest step that recomputes the same first blocks of every stage inside the backwards, of those that fit.
+    ``least`` recomputes all of them, and fits."""
+    fits = [least]
+    for order in map(without, orders):
+        for count in range(_most_blocks(problem)):
+            plan = PipelinePlan.of(problem, order, first_blocks(order, problem.stages, count))
+            tried = Fitted(plan, least.budget_bytes, peaks_of(plan, beside))
+            if tried.fits:
+                fits.append(tried)
+                break
+    return min(fits, key=lambda fit: fit.plan.step_seconds)
+
+
+def _most_blocks(problem: Problem) -> int:
+    return max(len(stage.blocks) for stage in problem.stages)
+
+
+def _rule(fit: Fitted) -> CountedRule:
+    """What recomputes the first blocks of every stage: the most of any stage is their number."""
+    dropped = max(len(choice.late) for choice in fit.plan.choices.values() if isinstance(choice, Choice))
+    return CountedRule(fit.plan.step_seconds, dropped, fit.plan.peak_bytes)
 
 
 def _repaired(best: Fitted, shortest: PipelinePlan, beside: Mapping[Action, ExtraMemory]) -> Fitted:
@@ -178,7 +207,7 @@ def _recomputing_all(
     It depends on measured bytes alone, so that what is too small a budget does not differ from run to run.
     """
     within = problem.within(_at_least(problem, problem.least_bytes))
-    late = first_blocks(problem.schedule, problem.stages, max(len(stage.blocks) for stage in problem.stages))
+    late = first_blocks(problem.schedule, problem.stages, _most_blocks(problem))
     plans = [PipelinePlan.of(within, without(order), late) for order in orders]
     fits = [Fitted(plan, limits, peaks_of(plan, beside)) for plan in plans]
     return min(fits, key=lambda tried: max(map(_excess, tried.peak_bytes, limits)))

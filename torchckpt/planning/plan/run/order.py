@@ -34,7 +34,7 @@ def _in_order(plan: PipelinePlan, ranks: tuple[tuple[Action, ...], ...]) -> Pipe
     schedule = replace(plan.schedule, ranks=ranks)
     moves = tuple(_moved_along(plan, schedule))
     ordered = PipelinePlan.of(plan.problem, schedule, plan.choices, moves)
-    return replace(ordered, asked=plan.asked, whole_step=plan.whole_step)
+    return replace(ordered, asked=plan.asked, whole_step=plan.whole_step, counted_rules=plan.counted_rules)
 
 
 def _moved_along(plan: PipelinePlan, schedule: Schedule) -> Iterator[Move]:
