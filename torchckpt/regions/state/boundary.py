@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NoReturn, TypeAlias
 
@@ -25,6 +25,8 @@ __all__ = ["Boundary", "Hooks", "generators_among"]
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 _LEAVES = _ATOMS | {Tensor, nn.Parameter}
+_OF_ITERATORS = ("builtins", "itertools")
+"""The modules of their classes. Mocks are iterators, too, and so are files."""
 
 Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """What packs a saved tensor, and what unpacks it."""
@@ -90,6 +92,11 @@ class Boundary:
         """The tensors that objects among the arguments hold, such as a cache."""
         objects = [leaf for leaf in self._leaves if type(leaf) is not Input and type(leaf) not in _ATOMS]
         return list(chain.from_iterable(map(hidden_tensors, objects)))
+
+    def iterators(self) -> list[Any]:
+        """The iterators of Python's among the arguments: what a forward takes from one, no replay finds in it."""
+        objects = [leaf for leaf in self._leaves if type(leaf) not in _ATOMS]
+        return [x for x in objects if type(x).__module__ in _OF_ITERATORS and issubclass(type(x), Iterator)]
 
     def generators(self) -> list[torch.Generator]:
         """The generators among the arguments, and those that are attributes of an argument."""
