@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 
 __all__ = [
     "PutBack", "attributes_of", "copy_attributes", "detached", "flop_formula", "gradient_bytes", "hidden_tensors",
-    "hides_tensors", "inner_tensors", "node_name", "nodes_behind", "of_class", "parameter_as", "runs_when_accumulated",
-    "tensors_in", "tensors_of", "tensors_of_pair",
+    "hides_tensors", "inner_tensors", "is_iterator", "node_name", "nodes_behind", "of_class", "parameter_as",
+    "runs_when_accumulated", "tensors_in", "tensors_of", "tensors_of_pair",
 ]
 
 _ATOMS = frozenset({type(None), bool, int, float, str})
@@ -120,6 +120,11 @@ def _is_kept(cls: type[Tensor]) -> bool:
 
 def _sees_operators(cls: type[Tensor]) -> bool:
     return cls.__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def is_iterator(leaf: object) -> bool:
+    """Whether ``leaf`` is a generator or another iterator of Python's own. Mocks and files are iterators, too."""
+    return type(leaf).__module__ in ("builtins", "itertools") and issubclass(type(leaf), Iterator)
 
 
 def hides_tensors(leaf: object) -> bool:

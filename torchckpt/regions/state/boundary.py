@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NoReturn, TypeAlias
 
@@ -19,14 +19,12 @@ from torchckpt.regions.private import (
     set_version,
     storage_key,
 )
-from torchckpt.tensors import attributes_of, copy_attributes, hidden_tensors, of_class
+from torchckpt.tensors import attributes_of, copy_attributes, hidden_tensors, is_iterator, of_class
 
 __all__ = ["Boundary", "Hooks", "generators_among"]
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 _LEAVES = _ATOMS | {Tensor, nn.Parameter}
-_OF_ITERATORS = ("builtins", "itertools")
-"""The modules of their classes. Mocks are iterators, too, and so are files."""
 
 Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """What packs a saved tensor, and what unpacks it."""
@@ -95,8 +93,7 @@ class Boundary:
 
     def iterators(self) -> list[Any]:
         """The iterators of Python's among the arguments: what a forward takes from one, no replay finds in it."""
-        objects = [leaf for leaf in self._leaves if type(leaf) not in _ATOMS]
-        return [x for x in objects if type(x).__module__ in _OF_ITERATORS and issubclass(type(x), Iterator)]
+        return [leaf for leaf in self._leaves if type(leaf) not in _LEAVES and is_iterator(leaf)]
 
     def generators(self) -> list[torch.Generator]:
         """The generators among the arguments, and those that are attributes of an argument."""
