@@ -208,17 +208,19 @@ def change_the_output(x, y):
     return x.sin()
 
 
+@pytest.mark.parametrize("is_view", [False, True])
 @pytest.mark.parametrize("reads", [read, read_both, change_the_output])
 @pytest.mark.parametrize("function", [doubled, doubled_and_more, passed_on, shift_a_view, shift_without_grad])
-def test_input_that_is_read_behind_a_function_that_changes_it(function, reads, device):
+def test_input_that_is_read_behind_a_function_that_changes_it(function, reads, is_view, device):
     """By hand, the function changed an alias: the input had the new values, and a gradient of the old ones."""
 
     def gradient(call):
         leaf = torch.linspace(-1, 1, 6, device=device).view(2, 3).requires_grad_()
-        x = leaf * 1.5
+        whole = leaf * 1.5
+        x = whole[1:] if is_view else whole
         y = call(function, x)
-        reads(x, y).sum().backward()
-        return leaf.grad, x, x._version
+        (reads(x, y).sum() + whole.exp().sum()).backward()
+        return leaf.grad, whole, x._version
 
     expected = gradient(plain)
     for call in (checkpoint, forwarded):
@@ -234,3 +236,13 @@ def test_input_that_is_read_behind_a_function_that_changes_it(function, reads, d
 
 def forwarded(function, *args):
     return Checkpointing(function, *args).checkpoint()
+
+
+def test_input_that_the_function_detaches(device):
+    for call in (plain, checkpoint, forwarded):
+        leaf = torch.ones(3, device=device, requires_grad=True)
+        x = leaf * 2
+        y = call(lambda x: x.detach_().sin(), x)
+        (leaf + x.cos() + y).sum().backward()
+        assert not x.requires_grad
+        assert torch.equal(leaf.grad, torch.ones_like(leaf))

@@ -198,11 +198,11 @@ class Checkpointing:
     the function. Make a new object for each forward. It keeps the region's inputs in memory until the replay is done.
 
     It puts ``Checkpoint`` at each input that requires grad and is no leaf: the function gets an alias. Where it returns
-    that, the input is returned, and what it changes there in place is done to the input. It gets the
-    others themselves, and those that it also holds, in a container among its arguments, its closure, its defaults, a
-    partial or an attribute of its module: there it could tell the alias from the tensor. :meth:`recompute` puts
-    ``Fork``, ``Recompute`` and ``Join`` at each output. ``Checkpoint`` and ``Recompute`` come from torchgpipe (Kim et
-    al., 2020).
+    that, the input is returned, and what it changes there in place is done to the input; do not change a view of it
+    that the function returns. It gets the others themselves, and those that it also holds, in a container among its
+    arguments, its closure, its defaults, a partial or an attribute of its module: there it could tell the alias from
+    the tensor. :meth:`recompute` puts ``Fork``, ``Recompute`` and ``Join`` at each output. ``Checkpoint`` and
+    ``Recompute`` come from torchgpipe (Kim et al., 2020).
     """
 
     def __init__(
@@ -317,7 +317,9 @@ def _passed(
 def _given_back(outputs: Any, aliases: Sequence[tuple[Tensor, Tensor, int]]) -> Any:
     """``outputs``, with inputs in place of their aliases. What was done to an alias in place is done to the input."""
     for value, alias, version in aliases:
-        if (now := value._version) != version:
+        if not alias.requires_grad:
+            value.detach_()
+        elif (now := value._version) != version:
             set_version(changed(value, alias), now)
     inputs = {id(alias): value for value, alias, _ in aliases}
     return pytree.tree_map(lambda leaf: inputs.get(id(leaf), leaf), outputs)

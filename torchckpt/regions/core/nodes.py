@@ -89,11 +89,13 @@ class Changed(Function):
     def forward(ctx: Any, input: Tensor, alias: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.mark_dirty(input)
+        ctx.is_view = input._is_view()
         return input
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, Tensor | None]:
-        return None, grad
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        # Without zeros for a view, autograd drops the gradient of its base, with that of the elements beside the view.
+        return torch.zeros_like(grad) if ctx.is_view and grad is not None else None, grad
 
 
 changed: Callable[..., Tensor] = apply_of(Changed)
