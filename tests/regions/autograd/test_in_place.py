@@ -246,3 +246,13 @@ def test_input_that_the_function_detaches(device):
         (leaf + x.cos() + y).sum().backward()
         assert not x.requires_grad
         assert torch.equal(leaf.grad, torch.ones_like(leaf))
+
+
+def test_output_that_is_returned_twice_is_one_tensor(device, call):
+    """By hand, each place had a tensor of its own in the same memory: the other one had the new values, and the old
+    graph."""
+    leaf = torch.ones(3, device=device, requires_grad=True)
+    first, second = call(lambda x: (x.sin(),) * 2, leaf * 2)
+    first.mul_(3)
+    second.sum().backward()
+    assert torch.equal(leaf.grad, 6 * torch.cos(2 * torch.ones_like(leaf)))

@@ -260,12 +260,12 @@ class Checkpointing:
         if self._frame is None:
             return outputs
         leaves, spec = pytree.tree_flatten(outputs)
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                # One node for each tensor: with a common node, the loss of one output would run the backward of all.
-                forked, edge = fork(leaf)  # [4]
-                leaves[place] = join(forked, recompute(self._frame, edge))  # [5], [8]
-        return pytree.tree_unflatten(leaves, spec)
+        # One node for each tensor: with a common node, the loss of one output would run the backward of all.
+        joined = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad}
+        for key, leaf in joined.items():
+            forked, edge = fork(leaf)  # [4]
+            joined[key] = join(forked, recompute(self._frame, edge))  # [5], [8]
+        return pytree.tree_unflatten([joined.get(id(leaf), leaf) for leaf in leaves], spec)
 
     def prefetch(self) -> None:
         """Recompute now, on this thread and its current stream. A second call does nothing.
