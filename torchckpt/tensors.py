@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 
 __all__ = [
     "PutBack", "attributes_of", "copy_attributes", "detached", "flop_formula", "gradient_bytes", "hidden_tensors",
-    "hides_tensors", "inner_tensors", "node_name", "nodes_behind", "of_class", "parameter_as", "tensors_in",
-    "tensors_of", "tensors_of_pair",
+    "hides_tensors", "inner_tensors", "is_iterator", "node_name", "nodes_behind", "of_class", "parameter_as",
+    "runs_when_accumulated", "tensors_in", "tensors_of", "tensors_of_pair",
 ]
 
 _ATOMS = frozenset({type(None), bool, int, float, str})
@@ -122,6 +122,11 @@ def _sees_operators(cls: type[Tensor]) -> bool:
     return cls.__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
+def is_iterator(leaf: object) -> bool:
+    """Whether ``leaf`` is a generator or another iterator of Python's own. Mocks and files are iterators, too."""
+    return type(leaf).__module__ in ("builtins", "itertools") and issubclass(type(leaf), Iterator)
+
+
 def hides_tensors(leaf: object) -> bool:
     """Whether ``leaf`` of a tree is an object that holds tensors where torch's pytree does not look."""
     return next(hidden_tensors(leaf), None) is not None
@@ -154,6 +159,12 @@ def _values_in(value: object, depth: int) -> Iterator[object]:
             yield each
             if type(each) not in _ATOMS:
                 yield from _values_in(each, depth - 1)
+
+
+def runs_when_accumulated(parameter: Tensor) -> bool:
+    """Whether a hook runs where a gradient of ``parameter`` is accumulated. Of those at its node, only what torch's
+    ``_apply_optimizer_in_backward`` leaves on the parameter tells."""
+    return bool(parameter._post_accumulate_grad_hooks) or hasattr(parameter, "_in_backward_optimizers")
 
 
 def attributes_of(value: object) -> list[object]:

@@ -113,6 +113,14 @@ def test_an_output_that_cannot_be_gathered_is_an_error_that_shows_it(outputs: An
         gather(outputs, [1, 1])
 
 
+@pytest.mark.parametrize("make", [lambda: iter([1, 2]), lambda: NoChunk(x for x in range(2))])
+def test_an_iterator_is_an_error(make: Any) -> None:
+    """The first micro-batch took all of it, and the others none, in silence."""
+    text = "an iterator, of which later micro-batches get only what the first has left\n  received: parts=\n"
+    with pytest.raises(ArgumentError, match=text):
+        scatter((torch.ones(4, 2),), {"parts": make()}, 2)
+
+
 def test_an_output_without_the_dimension_of_rows_is_an_error() -> None:
     text = "an output has no dimension 1, along which the micro-batches are concatenated\n  received: shape (3,)\n"
     with pytest.raises(ArgumentError, match=re.escape(text)):

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchckpt.errors import CheckpointError
 from torchckpt.features import TESTED
+from torchckpt.tensors import runs_when_accumulated
 
 __all__ = [
     "OVERLAP",
@@ -200,8 +201,8 @@ def only_whole(module: Module) -> str:
             computed = policy.param_dtype or parameter.dtype
             if parameter.requires_grad and policy.reduce_dtype not in (None, computed):
                 return "FSDP2 casts gradients to reduce_dtype before it adds them up"
-    hooked = any(parameter._post_accumulate_grad_hooks for parameter in module.parameters())
-    return "hooks of register_post_accumulate_grad_hook() run" if hooked else ""
+    hooked = any(map(runs_when_accumulated, module.parameters()))
+    return "hooks of register_post_accumulate_grad_hook() and their like run" if hooked else ""
 
 
 def _groups_of(state: Any) -> list[Any]:

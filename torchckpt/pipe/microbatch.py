@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, check, raise_fault
-from torchckpt.tensors import copy_attributes, hides_tensors
+from torchckpt.tensors import copy_attributes, hides_tensors, is_iterator
 
 __all__ = ["REDUCTIONS", "MicroBatch", "NoChunk", "gather", "scatter"]
 
@@ -92,6 +92,9 @@ def _hidden_faults(paths: Sequence[tuple[Any, Any]]) -> Iterator[Fault]:
     for path, leaf in paths:
         if hides_tensors(leaf) and type(leaf) is not NoChunk:
             yield Fault(rule, f"{_named(pytree.keystr(path))}, a {type(leaf).__name__} that has tensors", works)
+        if is_iterator(leaf.value if type(leaf) is NoChunk else leaf):
+            of_first = "an argument is an iterator, of which later micro-batches get only what the first has left"
+            yield Fault(of_first, _named(pytree.keystr(path)), "pipe(x, list(parts))")
 
 
 def _faults(tensors: Sequence[tuple[str, Tensor]], dim: int) -> list[Fault]:

@@ -37,6 +37,7 @@ from torchckpt.planning.plan.run.fit_measured import PlannedStep
 from torchckpt.regions.core.checkpointing import outside, refuse_transforms
 from torchckpt.regions.core.options import Options, check_options
 from torchckpt.regions.devices import accelerator_type
+from torchckpt.tensors import runs_when_accumulated
 from torchckpt.typing import CheckpointMode, ContextFunction, DeterminismCheck
 
 __all__ = ["Pipe"]
@@ -224,8 +225,7 @@ class Pipe(nn.Module):
             args = (*args, target)
         reduce = reduce or self.reduce or "mean"
         check(_step_faults(self, args, kwargs, loss_fn, reduce))
-        bare, last_step = [p for p in self.parameters() if p.grad is None], self._last_step
-        within = self._within
+        bare, last_step, within = [p for p in self.parameters() if p.grad is None], self._last_step, self._within
         explained, watched = (within.explained(), within.watched()) if within else (nullcontext(), nullcontext())
         try:
             with explained, torch.inference_mode(False), torch.enable_grad(), self._statistics(), watched:
@@ -393,7 +393,7 @@ def _step_faults(
         yield Fault("loss_fn is not callable", f"loss_fn={loss_fn!r}", "loss_fn=torch.nn.functional.cross_entropy")
     if reduce not in REDUCTIONS:
         yield Fault(f"reduce is not one of {REDUCTIONS}", f"reduce={reduce!r}", 'reduce="mean"')
-    hooked = [name for name, parameter in pipe.named_parameters() if parameter._post_accumulate_grad_hooks]
+    hooked = [name for name, parameter in pipe.named_parameters() if runs_when_accumulated(parameter)]
     if hooked:
         rule = "a hook runs when a gradient is accumulated, which in a step happens for each micro-batch"
         works = "optimizer.step() after pipe.step(); or loss.backward()"

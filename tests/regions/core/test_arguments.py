@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import re
 import warnings
 import weakref
@@ -291,3 +292,37 @@ def test_a_container_that_the_function_fills_is_the_callers(call, device):
         return output, [*cache], {**table}
 
     assert_program_transparent(call, program, leaf(4, device=device))
+
+
+ITERATORS = {
+    "generator": lambda parts: (part for part in parts),
+    "list_iterator": iter,
+    "map": lambda parts: map(torch.cos, parts),
+}
+
+
+def shifted(x, parts):
+    for part in parts:
+        x = x + part
+    return x.sin()
+
+
+@pytest.mark.parametrize("name", ITERATORS)
+def test_an_iterator_is_an_error(name, call):
+    """The replay found it at its end, and saved as many tensors of the same shapes: silently wrong."""
+    text = f"an argument is an iterator, .*\n  received: a {name}\n  works:    .*list"
+    for wrapped in (lambda parts: parts, lambda parts: {"parts": [parts]}):
+        with pytest.raises(ArgumentError, match=text):
+            call(shifted, leaf(3), wrapped(ITERATORS[name]([torch.ones(3)])))
+    with torch.no_grad():
+        call(shifted, leaf(3), ITERATORS[name]([torch.ones(3)]))
+
+
+def test_a_file_is_no_iterator_that_a_function_takes_from(call):
+    def written(x, file):
+        print("forward", file=file)
+        return x.sin()
+
+    file = io.StringIO()
+    call(written, leaf(3), file).sum().backward()
+    assert file.getvalue().startswith("forward\n")

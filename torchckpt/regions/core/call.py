@@ -9,13 +9,13 @@ from contextlib import AbstractContextManager
 from functools import lru_cache, partial
 from itertools import pairwise
 from types import CodeType, FrameType, FunctionType, MethodType
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import Fault, RecomputationError, called, raise_fault
+from torchckpt.errors import Fault, RecomputationError, called, kind, raise_fault
 from torchckpt.modules import name_of
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.devices import SyncPoint, accelerators_of, current_accelerators
@@ -66,6 +66,8 @@ class Call:
         """Whether the function reaches nothing but its arguments."""
         self._options = options
         self._boundary = Boundary(args, kwargs)
+        if self._boundary.spec is not None and (iterators := self._boundary.iterators()):
+            _refuse(iterators[0])
         self._contexts: _Contexts | None = None if options.context_fn is None else _contexts(options.context_fn)
         self._entry: SyncPoint | None = None
         self.module_state: ModuleState | None = None
@@ -253,6 +255,12 @@ def inside(context: AbstractContextManager[Any], function: Function) -> Function
             return function(*args, **kwargs)
 
     return run
+
+
+def _refuse(iterator: object) -> NoReturn:
+    rule = "an argument is an iterator, of which a replay gets only what the forward has left"
+    with called("checkpoint"):
+        raise_fault(Fault(rule, f"a {kind(iterator)}", "checkpoint(function, x, list(parts))"))
 
 
 def _contexts(make: ContextFunction) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -16,11 +16,11 @@ from torchckpt.errors import Fault, RegionError, TransformError
 from torchckpt.modules import contents_of, is_module
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.hooks import heeding
+from torchckpt.regions.core.nodes import changed, fork, join, recompute
 from torchckpt.regions.core.nodes import checkpoint as checkpoint_input
-from torchckpt.regions.core.nodes import fork, join, recompute
 from torchckpt.regions.core.options import DEFAULT, Options, check_options
 from torchckpt.regions.flags import local
-from torchckpt.regions.private import forward_ad, functorch_is_active, is_exporting, keep_from_dynamo
+from torchckpt.regions.private import forward_ad, functorch_is_active, is_exporting, keep_from_dynamo, set_version
 from torchckpt.tensors import copy_attributes, tensors_in
 from torchckpt.typing import ContextFunction, DeterminismCheck, Function
 
@@ -197,11 +197,12 @@ class Checkpointing:
     Takes the arguments of :func:`checkpoint` but for ``use_reentrant`` and ``respect_saved_tensors_hooks``, which go to
     the function. Make a new object for each forward. It keeps the region's inputs in memory until the replay is done.
 
-    It puts ``Checkpoint`` at each input that requires grad and is no leaf: the function gets an alias. It gets the
-    others themselves, and those that it also holds, in a container among its arguments, its closure, its defaults, a
-    partial or an attribute of its module: there it could tell the alias from the tensor. :meth:`recompute` puts
-    ``Fork``, ``Recompute`` and ``Join`` at each output. ``Checkpoint`` and ``Recompute`` come from torchgpipe (Kim et
-    al., 2020).
+    It puts ``Checkpoint`` at each input that requires grad and is no leaf: the function gets an alias. Where it returns
+    that, the input is returned, and what it changes there in place is done to the input; do not change a view of it
+    that the function returns. It gets the others themselves, and those that it also holds, in a container among its
+    arguments, its closure, its defaults, a partial or an attribute of its module: there it could tell the alias from
+    the tensor. :meth:`recompute` puts ``Fork``, ``Recompute`` and ``Join`` at each output. ``Checkpoint`` and
+    ``Recompute`` come from torchgpipe (Kim et al., 2020).
     """
 
     def __init__(
@@ -238,9 +239,10 @@ class Checkpointing:
             outputs, self._frame = local.thread.scope.run(function, args, kwargs, self._options)
             return outputs
         frame = Frame(self._options)
-        outputs = frame.forward(function, *_passed(frame, function, args, kwargs))
+        args, kwargs, aliases = _passed(frame, function, args, kwargs)
+        outputs = frame.forward(function, args, kwargs)
         self._frame = frame
-        return outputs
+        return _given_back(outputs, aliases) if aliases else outputs
 
     def recompute(self, outputs: Any) -> Any:
         """Place the replay here: a backward that reaches ``outputs`` recomputes before it goes on to the region.
@@ -249,7 +251,8 @@ class Checkpointing:
             outputs: what :meth:`checkpoint` returned, or what was made from it: a tensor or a pytree.
 
         Returns:
-            The same structure. Each tensor that requires grad is replaced by one whose backward starts the replay.
+            The same structure. Each tensor that requires grad is replaced by one whose backward starts the replay, in
+            the same memory: do not change it in place and go on to read ``outputs``, or an input that it is.
         """
         if torch.compiler.is_dynamo_compiling():
             return outside(self.recompute, outputs)
@@ -257,12 +260,12 @@ class Checkpointing:
         if self._frame is None:
             return outputs
         leaves, spec = pytree.tree_flatten(outputs)
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                # One node for each tensor: with a common node, the loss of one output would run the backward of all.
-                forked, edge = fork(leaf)  # [4]
-                leaves[place] = join(forked, recompute(self._frame, edge))  # [5], [8]
-        return pytree.tree_unflatten(leaves, spec)
+        # One node for each tensor: with a common node, the loss of one output would run the backward of all.
+        joined = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad}
+        for key, leaf in joined.items():
+            forked, edge = fork(leaf)  # [4]
+            joined[key] = join(forked, recompute(self._frame, edge))  # [5], [8]
+        return pytree.tree_unflatten([joined.get(id(leaf), leaf) for leaf in leaves], spec)
 
     def prefetch(self) -> None:
         """Recompute now, on this thread and its current stream. A second call does nothing.
@@ -292,22 +295,34 @@ class Checkpointing:
 
 def _passed(
     frame: Frame, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments, with a ``Checkpoint`` of ``frame`` on each input that requires grad and is no leaf. A container is
-    given as it is: the function may fill it."""
+) -> tuple[tuple[Any, ...], dict[str, Any], list[tuple[Tensor, Tensor, int]]]:
+    """The arguments, with a ``Checkpoint`` of ``frame`` on each input that requires grad and is no leaf; these inputs,
+    their aliases and versions. A container is given as it is: the function may fill it."""
     held = {id(tensor) for tensor in _held_by(function)}
-    aliases: dict[int, Tensor] = {}
+    aliases: dict[int, tuple[Tensor, Tensor, int]] = {}
 
     def passed(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.is_leaf or id(value) in held:
             return value
         if id(value) not in aliases:
-            aliases[id(value)] = copy_attributes(value, checkpoint_input(frame, value))
-        return aliases[id(value)]
+            aliases[id(value)] = value, copy_attributes(value, checkpoint_input(frame, value)), value._version
+        return aliases[id(value)][1]
 
     containers = [value for value in (*args, *kwargs.values()) if not isinstance(value, Tensor)]
     held.update(map(id, tensors_in(containers)))
-    return tuple(map(passed, args)), {name: passed(value) for name, value in kwargs.items()}
+    args, kwargs = tuple(map(passed, args)), {name: passed(value) for name, value in kwargs.items()}
+    return args, kwargs, list(aliases.values())
+
+
+def _given_back(outputs: Any, aliases: Sequence[tuple[Tensor, Tensor, int]]) -> Any:
+    """``outputs``, with inputs in place of their aliases. What was done to an alias in place is done to the input."""
+    for value, alias, version in aliases:
+        if not alias.requires_grad:
+            value.detach_()
+        elif (now := value._version) != version:
+            set_version(changed(value, alias), now)
+    inputs = {id(alias): value for value, alias, _ in aliases}
+    return pytree.tree_map(lambda leaf: inputs.get(id(leaf), leaf), outputs)
 
 
 def _held_by(function: Any) -> Iterator[Tensor]:

@@ -18,7 +18,7 @@ from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.private import apply_of
 from torchckpt.tensors import detached
 
-__all__ = ["Checkpoint", "Recompute", "checkpoint", "fork", "join", "phony", "recompute"]
+__all__ = ["Checkpoint", "Recompute", "changed", "checkpoint", "fork", "join", "phony", "recompute"]
 
 
 class Checkpoint(Function):
@@ -82,6 +82,24 @@ class Fork(Join):
         return detached(input), phony(input.device).detach()
 
 
+class Changed(Function):
+    """An in-place operation on ``input``, whose values an alias of it has already. It continues the alias's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, alias: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.mark_dirty(input)
+        ctx.is_view = input._is_view()
+        return input
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        # Without zeros for a view, autograd drops the gradient of its base, with that of the elements beside the view.
+        return torch.zeros_like(grad) if ctx.is_view and grad is not None else None, grad
+
+
+changed: Callable[..., Tensor] = apply_of(Changed)
+"""``changed(input, alias)``: note in the graph of ``input`` what was changed in place by way of ``alias``."""
 checkpoint: Callable[..., Tensor] = apply_of(Checkpoint)
 """``checkpoint(frame, input, *phonies)``: the tensor that the function of ``frame`` gets for ``input``, which must
 require grad. Its backward runs before the backward of ``phonies``.

@@ -19,7 +19,7 @@ from torchckpt.regions.private import (
     set_version,
     storage_key,
 )
-from torchckpt.tensors import attributes_of, copy_attributes, hidden_tensors, of_class
+from torchckpt.tensors import attributes_of, copy_attributes, hidden_tensors, is_iterator, of_class
 
 __all__ = ["Boundary", "Hooks", "generators_among"]
 
@@ -90,6 +90,10 @@ class Boundary:
         """The tensors that objects among the arguments hold, such as a cache."""
         objects = [leaf for leaf in self._leaves if type(leaf) is not Input and type(leaf) not in _ATOMS]
         return list(chain.from_iterable(map(hidden_tensors, objects)))
+
+    def iterators(self) -> list[Any]:
+        """The iterators of Python's among the arguments: what a forward takes from one, no replay finds in it."""
+        return [leaf for leaf in self._leaves if type(leaf) not in _LEAVES and is_iterator(leaf)]
 
     def generators(self) -> list[torch.Generator]:
         """The generators among the arguments, and those that are attributes of an argument."""
