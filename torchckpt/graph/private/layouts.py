@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import partial
 from typing import Any, TypeAlias
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
 
 __all__ = ["as_it_lay", "eager_layouts"]
 
@@ -22,22 +24,26 @@ def eager_layouts() -> Iterator[None]:
     """Inside this context, what some traced operators return on the CPU lies as what their kernels return.
 
     That of a BatchNorm is contiguous or channels_last. By torch/_decomp/decompositions.py it lies as the input does,
-    which may be transposed. Gradients of losses are contiguous, and others lie as the first of the tensors that are
-    read. A kernel that takes its input for contiguous, as the backward of a GroupNorm, would read other numbers. Ends
-    when these agree.
+    which may be transposed. Others are in torch/_refs and torch/_meta_registrations.py. A kernel that takes its input
+    for contiguous, as the backward of a GroupNorm, would read other numbers. Ends when these agree.
     """
-    from torch._decomp import decomposition_table
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
-    layouts = {operator: lay for operator, lay in _layouts().items() if operator in decomposition_table}
-    known = {operator: decomposition_table[operator] for operator in layouts}
-    laid_out = {operator: _laid_out(known[operator], lay) for operator, lay in layouts.items()}
+    fake, layouts = FakeTensorMode._dispatch_impl, _layouts()
+
+    def laid_out(mode: Any, operator: Any, types: Any, args: Sequence[Any], kwargs: Any) -> Any:
+        results = fake(mode, operator, types, args, kwargs)
+        if operator not in layouts:
+            return results
+        with mode:
+            return pytree.tree_map_only(Tensor, partial(_lay, layouts[operator], args), results)
+
     try:
-        decomposition_table.update(laid_out)
-        _forget(known)
-        yield
+        with patch.object(FakeTensorMode, "_dispatch_impl", laid_out):
+            _forget(layouts)
+            yield
     finally:
-        decomposition_table.update(known)
-        _forget(known)
+        _forget(layouts)
 
 
 def as_it_lay(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -81,55 +87,82 @@ def _is_transposed(tensor: Tensor) -> bool:
     return tensor.numel() == 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
 
 
-_Lay: TypeAlias = Callable[[Tensor, Sequence[Any]], Tensor]
+_Layout: TypeAlias = Callable[[Tensor, Sequence[Any]], Tensor]
 """Takes what a traced operator returns, and its arguments; returns a tensor that lies as the kernel's result."""
 
 
-def _layouts() -> dict[Any, _Lay]:
+def _layouts() -> dict[Any, _Layout]:
     """The operators that lie otherwise, with how they lie."""
     aten = torch.ops.aten
     norms = (
-        aten.native_batch_norm.default,
-        aten._native_batch_norm_legit.default,
-        aten._native_batch_norm_legit.no_stats,
-        aten._native_batch_norm_legit_functional.default,
-        aten._native_batch_norm_legit_no_training.default,
+        aten.native_batch_norm.default, aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats,
+        aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit_no_training.default,
+    )
+    as_first_argument = (
+        aten.channel_shuffle.default, aten.max_unpool2d.default, aten.reflection_pad3d.default,
+        aten.replication_pad3d.default,
+    )
+    as_second_argument = (
+        aten.reflection_pad3d_backward.default, aten.replication_pad2d_backward.default,
+        aten.replication_pad3d_backward.default,
     )
     contiguous = (
-        aten.mse_loss_backward.default,
-        aten.smooth_l1_loss_backward.default,
-        aten.huber_loss_backward.default,
-        aten._log_softmax_backward_data.default,
-        aten.native_layer_norm_backward.default,
-        aten.log_sigmoid_forward.default,
+        aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default,
+        aten._log_softmax_backward_data.default, aten.native_layer_norm_backward.default,
+        aten.log_sigmoid_forward.default, aten.glu_backward.default, aten.pow.Scalar, aten.normal.Tensor_Tensor,
+        aten.normal.Tensor_float, aten.normal.float_Tensor,
     )
     elementwise = (
-        aten.binary_cross_entropy.default,
-        aten.elu_backward.default,
-        aten.hardsigmoid_backward.default,
-        aten.hardswish_backward.default,
-        aten.hardtanh_backward.default,
-        aten.native_dropout_backward.default,
-        aten.softplus_backward.default,
+        aten.binary_cross_entropy.default, aten.elu_backward.default, aten.hardsigmoid_backward.default,
+        aten.hardswish_backward.default, aten.hardtanh_backward.default, aten.native_dropout_backward.default,
+        aten.softplus_backward.default, aten.logit_backward.default, aten.copysign.Tensor, aten.copysign.Scalar,
+        aten.div.Tensor_mode, aten.div.Scalar_mode, aten.floor_divide.default, aten.heaviside.default,
+        aten.logaddexp.default, aten.logaddexp2.default, aten.logical_and.default, aten.logical_or.default,
+        aten.logical_xor.default, aten.xlogy.Tensor, aten.xlogy.Scalar_Self, aten.special_xlog1py.default,
     )
     return {
-        **dict.fromkeys(norms, partial(_as_norm, 0)),
-        aten.native_batch_norm_backward.default: partial(_as_norm, 1),
+        **dict.fromkeys(norms, lambda result, args: _normed(result, args[0])),
+        aten.native_batch_norm_backward.default: lambda result, args: _normed(result, args[1]),
+        **dict.fromkeys(as_first_argument, lambda result, args: _formatted(result, args[0])),
+        **dict.fromkeys(as_second_argument, lambda result, args: _formatted(result, args[1])),
         **dict.fromkeys(contiguous, lambda result, args: result.contiguous()),
-        **dict.fromkeys(elementwise, _as_first),
-        aten.binary_cross_entropy_backward.default: lambda result, args: _as_first(result, args[1:]),
+        **dict.fromkeys(elementwise, _elementwise),
+        aten.binary_cross_entropy_backward.default: lambda result, args: _elementwise(result, args[1:]),
+        aten.ldexp.Tensor: _ldexp,
+        aten.angle.default: lambda result, args: result.contiguous() if args[0].is_complex() else result,
     }
 
 
-def _as_norm(place: int, result: Tensor, args: Sequence[Any]) -> Tensor:
-    return result.contiguous(memory_format=_format_of(args[place]))
+def _lay(layout: _Layout, args: Sequence[Any], result: Tensor) -> Tensor:
+    return layout(result, args) if result.device.type == "cpu" else result
 
 
-def _as_first(result: Tensor, args: Sequence[Any]) -> Tensor:
+def _formatted(result: Tensor, like: Tensor) -> Tensor:
+    """``result``, in the format that torch's C++ suggests for ``like``."""
+    return result.contiguous(memory_format=torch._prims_common.suggest_memory_format(like))
+
+
+def _normed(result: Tensor, data: Tensor) -> Tensor:
+    """``result`` of a norm of ``data``, or of its backward; what has one dimension is left as it is."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(data.dim())
+    if last is not None and data.is_contiguous(memory_format=last) and not data.is_contiguous():
+        return result.contiguous(memory_format=last) if result.dim() == data.dim() else result
+    return _formatted(result, data) if result.dim() == data.dim() else result
+
+
+def _elementwise(result: Tensor, args: Sequence[Any]) -> Tensor:
     """As the result of an elementwise kernel of ``args``, whose first tensor decides."""
-    read = [argument for argument in args if isinstance(argument, Tensor) and argument.shape == result.shape]
-    strides = torch._prims_common.compute_elementwise_output_strides(*read) if read else result.stride()
+    read = [argument for argument in args if isinstance(argument, Tensor)]
+    if not read or torch.broadcast_shapes(*(t.shape for t in read)) != result.shape:  # type: ignore[no-untyped-call]
+        return result
+    read = [tensor.expand(result.shape) for tensor in read]
+    strides = torch._prims_common.compute_elementwise_output_strides(*read)
     return result.new_empty_strided(result.shape, strides)
+
+
+def _ldexp(result: Tensor, args: Sequence[Any]) -> Tensor:
+    """In single precision it is a product with a power, which is contiguous."""
+    return _elementwise(result, (args[0], args[1].contiguous()) if args[1].dtype == torch.float32 else args)
 
 
 def _forget(operators: Container[Any]) -> None:
@@ -138,23 +171,3 @@ def _forget(operators: Container[Any]) -> None:
 
     for key in [key for key in list(FakeTensorMode.cache) if key.key[0] in operators]:
         FakeTensorMode.cache.pop(key, None)
-
-
-def _laid_out(decomposition: Callable[..., Any], lay: _Lay) -> Callable[..., Any]:
-    @wraps(decomposition)  # torch takes only one that has a name of its own
-    def decomposed(*args: Any, **kwargs: Any) -> Any:
-        results = decomposition(*args, **kwargs)
-        first, *others = results if isinstance(results, tuple) else (results,)
-        if first is not None and first.device.type == "cpu":
-            first = lay(first, args)
-        return (first, *others) if isinstance(results, tuple) else first
-
-    return decomposed
-
-
-def _format_of(tensor: Tensor) -> torch.memory_format:
-    """What torch's C++ suggests for a result that is made of ``tensor``."""
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
-    if last is not None and tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous():
-        return last
-    return torch._prims_common.suggest_memory_format(tensor)
