@@ -151,6 +151,27 @@ def test_what_is_changed_in_place_lies_as_before(change):
     assert step(x)[1].stride() == net(x)[1].stride() == (1, 7)
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_what_is_changed_in_place_lies_as_before_under_a_backend():
+    def function(x):
+        x = x.transpose(0, 1).sin()
+        return dropout(x.masked_fill_(x > 0, 0.5), 0.5)
+
+    net, x = nn.Sequential(nn.Linear(7, 7), Function(function)), torch.randn(5, 7)
+    compare(net, torch.compile(net, backend=graph.backend(inner="eager"), dynamic=False), x)
+
+
+def test_what_a_formula_of_autograd_changes_in_place_lies_as_before():
+    """That of a maximum fills a gradient in place. What is summed over it is summed in the order of memory."""
+
+    def function(x):
+        weight, bias = torch.arange(450.0).sin().view(9, 10, 5), x[0].view(5, 10).t() * 0.5
+        return (torch.maximum(x.view(9, 5, 10).transpose(1, 2), bias).sin() * weight).sum()
+
+    net, x = nn.Sequential(nn.Linear(50, 50), Function(function)), torch.randn(9, 50)
+    compare(net, graph.rematerialize(net, x), x)
+
+
 GRADIENTS = {
     "mse_loss": lambda x, y: mse_loss(x, y),
     "smooth_l1_loss": lambda x, y: smooth_l1_loss(x, y, reduction="none").sin(),

@@ -16,7 +16,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-__all__ = ["as_it_lay", "eager_layouts"]
+from torchckpt.graph.private.runtime import operating
+
+__all__ = ["eager_layouts"]
 
 
 @contextmanager
@@ -26,6 +28,8 @@ def eager_layouts() -> Iterator[None]:
     That of a BatchNorm is contiguous or channels_last. By torch/_decomp/decompositions.py it lies as the input does,
     which may be transposed. Others are in torch/_refs and torch/_meta_registrations.py. A kernel that takes its input
     for contiguous, as the backward of a GroupNorm, would read other numbers. Ends when these agree.
+
+    A tensor that is changed in place, also by a formula of autograd, lies afterwards as before.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -39,15 +43,15 @@ def eager_layouts() -> Iterator[None]:
             return pytree.tree_map_only(Tensor, partial(_lay, layouts[operator], args), results)
 
     try:
-        with patch.object(FakeTensorMode, "_dispatch_impl", laid_out):
+        with patch.object(FakeTensorMode, "_dispatch_impl", laid_out), operating(_as_it_lay):
             _forget(layouts)
             yield
     finally:
         _forget(layouts)
 
 
-def as_it_lay(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an operator of a traced forward. A tensor that it changes in place lies afterwards as before, as in eager.
+def _as_it_lay(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call an operator of a trace. A tensor that it changes in place lies afterwards as before, as in eager.
 
     AOTAutograd puts what the operator out of place returns in that tensor's place, which may lie in another way:
     ``masked_fill`` makes what is transposed contiguous. It is tried on a copy, left out of the graph if unread.
