@@ -106,6 +106,11 @@ OPERATORS = {
     "replication_pad3d": lambda: pad(LAST, (1, 1, 1, 1, 1, 1), "replicate"),
     "glu": lambda: torch.ops.aten.glu_backward(LAST[..., :2], LAST[..., :4], 3),
     "logit": lambda: torch.ops.aten.logit_backward(torch.ones(4, 5, 3), WIDE),
+    "half of what is expanded": lambda: TALL[:1, :1].bfloat16().expand(4, 5, 3) * WIDE.bfloat16(),
+    "two dtypes of what is expanded": lambda: TALL[:1, :1].half().expand(4, 5, 3) + WIDE,
+    "masked_fill of what is expanded": lambda: TALL.half().expand(4, 5, 3).masked_fill(WIDE > 0, 1),
+    "binary_cross_entropy of what is expanded": lambda: torch.ops.aten.binary_cross_entropy_backward(
+        torch.ones(4, 5, 3), torch.full((3,), 0.5).expand(4, 5, 3), WIDE.sigmoid()),
     "a pad that is taken back": lambda: torch.ops.aten.replication_pad2d_backward(
         torch.ones(2, 3, 4, 7), LAST, (1, 1, 0, 0)),
 }
@@ -203,6 +208,17 @@ class Grouped(nn.Module):
 @pytest.mark.parametrize("read", GRADIENTS.values(), ids=GRADIENTS)
 def test_gradients_lie_as_those_of_eager(read):
     model, x, y = Grouped(read), torch.randn(3, 5, 8), torch.randn(3, 5, 8)
+    compare(model, graph.rematerialize(model, x, y), x, y, loss=lambda loss: loss)
+
+
+def test_a_gradient_in_half_precision_lies_as_that_of_eager():
+    """That of a sum is expanded. Times what is transposed, it was taken for contiguous."""
+
+    class Added(Grouped):
+        def forward(self, x, y):
+            return (y.transpose(1, 2) + self.norm(x.transpose(1, 2).contiguous())).sin().sum()
+
+    model, x, y = Added(None).bfloat16(), torch.randn(3, 5, 8).bfloat16(), torch.randn(3, 5, 8).bfloat16()
     compare(model, graph.rematerialize(model, x, y), x, y, loss=lambda loss: loss)
 
 

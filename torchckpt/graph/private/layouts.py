@@ -37,10 +37,11 @@ def eager_layouts() -> Iterator[None]:
 
     def laid_out(mode: Any, operator: Any, types: Any, args: Sequence[Any], kwargs: Any) -> Any:
         results = fake(mode, operator, types, args, kwargs)
-        if operator not in layouts:
+        layout = layouts.get(operator) or _layout_of_expanded(operator, args)
+        if layout is None:
             return results
         with mode:
-            return pytree.tree_map_only(Tensor, partial(_lay, layouts[operator], args), results)
+            return pytree.tree_map_only(Tensor, partial(_lay, layout, args), results)
 
     try:
         with patch.object(FakeTensorMode, "_dispatch_impl", laid_out), operating(_as_it_lay):
@@ -117,8 +118,8 @@ def _layouts() -> dict[Any, _Layout]:
         aten.normal.Tensor_float, aten.normal.float_Tensor,
     )
     elementwise = (
-        aten.binary_cross_entropy.default, aten.elu_backward.default, aten.hardsigmoid_backward.default,
-        aten.hardswish_backward.default, aten.hardtanh_backward.default, aten.native_dropout_backward.default,
+        aten.elu_backward.default, aten.hardsigmoid_backward.default, aten.hardswish_backward.default,
+        aten.hardtanh_backward.default, aten.native_dropout_backward.default,
         aten.softplus_backward.default, aten.logit_backward.default, aten.copysign.Tensor, aten.copysign.Scalar,
         aten.div.Tensor_mode, aten.div.Scalar_mode, aten.floor_divide.default, aten.heaviside.default,
         aten.logaddexp.default, aten.logaddexp2.default, aten.logical_and.default, aten.logical_or.default,
@@ -131,10 +132,26 @@ def _layouts() -> dict[Any, _Layout]:
         **dict.fromkeys(as_second_argument, lambda result, args: _formatted(result, args[1])),
         **dict.fromkeys(contiguous, lambda result, args: result.contiguous()),
         **dict.fromkeys(elementwise, _elementwise),
-        aten.binary_cross_entropy_backward.default: lambda result, args: _elementwise(result, args[1:]),
+        aten.binary_cross_entropy.default: lambda result, args: _elementwise(result, args[:1]),
+        aten.binary_cross_entropy_backward.default: lambda result, args: _elementwise(result, args[1:2]),
         aten.ldexp.Tensor: _ldexp,
         aten.angle.default: lambda result, args: result.contiguous() if args[0].is_complex() else result,
     }
+
+
+def _layout_of_expanded(operator: Any, args: Sequence[Any]) -> _Layout | None:
+    """How an elementwise operator of half precision lies that reads an expanded tensor. torch/_prims_common/wrappers.py
+    converts that to float32 first, and takes the order of the copy for its own, as kernels do for other dtypes only."""
+    tensors = [argument for argument in args if isinstance(argument, Tensor)]
+    is_half = len(tensors) > 1 and {tensor.dtype for tensor in tensors} < {torch.float16, torch.bfloat16}
+    if not is_half or torch.Tag.pointwise not in operator.tags or operator in _CONTIGUOUS:
+        return None
+    is_expanded = any(t.layout == torch.strided and 0 in t.stride() and t.numel() > 1 for t in tensors)
+    return _elementwise if is_expanded else None
+
+
+_CONTIGUOUS: Any = (torch.ops.aten.masked_fill.Scalar, torch.ops.aten.masked_fill.Tensor)
+"""Tagged as elementwise, and contiguous."""
 
 
 def _lay(layout: _Layout, args: Sequence[Any], result: Tensor) -> Tensor:
@@ -170,8 +187,9 @@ def _ldexp(result: Tensor, args: Sequence[Any]) -> Tensor:
 
 
 def _forget(operators: Container[Any]) -> None:
-    """Drop what fake tensors remember of these."""
+    """Drop what fake tensors remember of these, and of what is elementwise."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    for key in [key for key in list(FakeTensorMode.cache) if key.key[0] in operators]:
-        FakeTensorMode.cache.pop(key, None)
+    for key in list(FakeTensorMode.cache):
+        if key.key[0] in operators or torch.Tag.pointwise in getattr(key.key[0], "tags", ()):
+            FakeTensorMode.cache.pop(key, None)
