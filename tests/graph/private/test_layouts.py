@@ -156,6 +156,16 @@ def test_what_is_changed_in_place_lies_as_before(change):
     assert step(x)[1].stride() == net(x)[1].stride() == (1, 7)
 
 
+def test_what_an_operator_writes_its_result_to_lies_as_before():
+    def function(x):
+        result = torch.empty(7, 5).t()
+        torch.mul(x.detach(), 2, out=result)
+        return dropout(result, 0.5) * x
+
+    net, x = nn.Sequential(nn.Linear(7, 7), Function(function)), torch.randn(5, 7)
+    compare(net, graph.rematerialize(net, x), x)
+
+
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_what_is_changed_in_place_lies_as_before_under_a_backend():
     def function(x):

@@ -58,11 +58,15 @@ def _as_it_lay(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     ``masked_fill`` makes what is transposed contiguous. It is tried on a copy, left out of the graph if unread.
     Ends when torch/_subclasses/functional_tensor.py keeps strides.
     """
-    tensor = args[0] if args else None
-    if isinstance(tensor, Tensor) and _is_in_place(operator) and _is_transposed(tensor):
+    name = _changed_by(operator)
+    tensor = kwargs.get(name) if name == "out" else args[0] if name and args else None
+    if isinstance(tensor, Tensor) and _is_transposed(tensor):
         changed = torch.ops.aten.clone.default(tensor)
-        operator(changed, *args[1:], **kwargs)
-        if _strides_of(changed) != tensor.stride():
+        if name == "out":
+            operator(*args, **{**kwargs, name: changed})
+        else:
+            operator(changed, *args[1:], **kwargs)
+        if changed.shape == tensor.shape and _strides_of(changed) != tensor.stride():
             return torch.ops.aten.copy_.default(tensor, changed)
     return operator(*args, **kwargs)
 
@@ -76,13 +80,15 @@ def _strides_of(tensor: Any) -> tuple[int, ...]:
     return tuple(tensor.stride())
 
 
-def _is_in_place(operator: Any) -> bool:
-    """Whether an operator changes the values of its first argument alone, and draws nothing."""
+def _changed_by(operator: Any) -> str:
+    """The name of the first argument, or ``"out"``, if an operator changes the values of that alone, and draws nothing;
+    else nothing."""
     not_meant = {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view}  # unsqueeze_() changes how a tensor lies
-    if not isinstance(operator, OpOverload) or not_meant.intersection(operator.tags):
-        return False
-    first, *others = [argument.is_write for argument in operator._schema.arguments] or [False]
-    return first and not any(others) and operator.namespace == "aten"
+    if not isinstance(operator, OpOverload) or operator.namespace != "aten" or not_meant.intersection(operator.tags):
+        return ""
+    names = [argument.name for argument in operator._schema.arguments]
+    written = [argument.name for argument in operator._schema.arguments if argument.is_write]
+    return written[0] if written in (names[:1], ["out"]) else ""
 
 
 def _is_transposed(tensor: Tensor) -> bool:
