@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeAlias
 from unittest.mock import patch
 
@@ -80,6 +80,7 @@ def _strides_of(tensor: Any) -> tuple[int, ...]:
     return tuple(tensor.stride())
 
 
+@cache
 def _changed_by(operator: Any) -> str:
     """The name of the first argument, or ``"out"``, if an operator changes the values of that alone, and draws nothing;
     else nothing."""
