@@ -5,8 +5,10 @@ import pytest
 import torch
 from torch import fx, nn
 
+from tests.graph.traced import Function
 from tests.graph.traced import joint_of as traced
-from tests.helpers import leaf
+from tests.helpers import assert_equal, leaf
+from torchckpt import graph
 from torchckpt.graph.step.costs import Cost
 from torchckpt.graph.step.joint import copied, joint_of, needed, reached
 from torchckpt.planning.remat.flow.dataflow import Operation
@@ -139,6 +141,30 @@ def test_random_operation_that_no_output_reads_is_run_all_the_same():
     names = [operation.name for operation in flow.operations[: flow.forward]]
     assert "sin" in names
     assert [name for name in names if "rand" in name]
+
+
+class Noisy(torch.autograd.Function):
+    """Adds noise to its gradient, without a look at it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad + torch.randn(grad.shape)
+
+
+@pytest.mark.parametrize("rng", ["keep", "replay"])
+def test_random_numbers_that_read_no_gradient_are_drawn_in_the_backward(rng):
+    function, x = Function(lambda x: Noisy.apply(nn.functional.dropout(x, 0.5)).exp().sum()), leaf(3)
+    found = []
+    for call in (function, graph.rematerialize(function, x, rng=rng)):
+        torch.manual_seed(1)
+        loss = call(x)
+        between = torch.rand(3)
+        found.append([between, *torch.autograd.grad(loss, x), torch.get_rng_state()])
+    assert_equal(*found)
 
 
 def test_dropout_is_repeated_by_its_mask():

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from torchckpt.errors import CaptureError, Fault, brief, check
 from torchckpt.features import GRAPH
 from torchckpt.graph.annotations import Tracing, mark_of, named_modules
+from torchckpt.graph.private.runtime import is_backward
 from torchckpt.graph.private.surroundings import without_autocast
 from torchckpt.graph.private.trace import backward_of, functional, require
 from torchckpt.graph.progress import Watch
@@ -271,10 +272,6 @@ def _is_save(node: fx.Node) -> bool:
     """Whether ``node`` is a ``detach`` with which autograd saves an output for the backward, or unpacks it there."""
     if node.target is not torch.ops.aten.detach.default:
         return False
-    if not _is_backward(node):
-        return all(map(_is_backward, node.users))
-    return isinstance(node.args[0], fx.Node) and not _is_backward(node.args[0]) and _is_save(node.args[0])
-
-
-def _is_backward(node: fx.Node) -> bool:
-    return node.meta.get("partitioner_tag") == "is_backward"
+    if not is_backward(node):
+        return all(map(is_backward, node.users))
+    return isinstance(node.args[0], fx.Node) and not is_backward(node.args[0]) and _is_save(node.args[0])

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import cache, partial
 from typing import Any, TypeAlias
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
 
-__all__ = ["as_it_lay", "eager_layouts"]
+from torchckpt.graph.private.runtime import operating
+
+__all__ = ["eager_layouts"]
 
 
 @contextmanager
@@ -22,36 +26,47 @@ def eager_layouts() -> Iterator[None]:
     """Inside this context, what some traced operators return on the CPU lies as what their kernels return.
 
     That of a BatchNorm is contiguous or channels_last. By torch/_decomp/decompositions.py it lies as the input does,
-    which may be transposed. Gradients of losses are contiguous, and others lie as the first of the tensors that are
-    read. A kernel that takes its input for contiguous, as the backward of a GroupNorm, would read other numbers. Ends
-    when these agree.
+    which may be transposed. Others are in torch/_refs and torch/_meta_registrations.py. A kernel that takes its input
+    for contiguous, as the backward of a GroupNorm, would read other numbers. Ends when these agree.
+
+    A tensor that is changed in place, also by a formula of autograd, lies afterwards as before.
     """
-    from torch._decomp import decomposition_table
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
-    layouts = {operator: lay for operator, lay in _layouts().items() if operator in decomposition_table}
-    known = {operator: decomposition_table[operator] for operator in layouts}
-    laid_out = {operator: _laid_out(known[operator], lay) for operator, lay in layouts.items()}
+    fake, layouts = FakeTensorMode._dispatch_impl, _layouts()
+
+    def laid_out(mode: Any, operator: Any, types: Any, args: Sequence[Any], kwargs: Any) -> Any:
+        results = fake(mode, operator, types, args, kwargs)
+        layout = layouts.get(operator) or _layout_of_expanded(operator, args)
+        if layout is None:
+            return results
+        with mode:
+            return pytree.tree_map_only(Tensor, partial(_lay, layout, args), results)
+
     try:
-        decomposition_table.update(laid_out)
-        _forget(known)
-        yield
+        with patch.object(FakeTensorMode, "_dispatch_impl", laid_out), operating(_as_it_lay):
+            _forget(layouts)
+            yield
     finally:
-        decomposition_table.update(known)
-        _forget(known)
+        _forget(layouts)
 
 
-def as_it_lay(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an operator of a traced forward. A tensor that it changes in place lies afterwards as before, as in eager.
+def _as_it_lay(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call an operator of a trace. A tensor that it changes in place lies afterwards as before, as in eager.
 
     AOTAutograd puts what the operator out of place returns in that tensor's place, which may lie in another way:
     ``masked_fill`` makes what is transposed contiguous. It is tried on a copy, left out of the graph if unread.
     Ends when torch/_subclasses/functional_tensor.py keeps strides.
     """
-    tensor = args[0] if args else None
-    if isinstance(tensor, Tensor) and _is_in_place(operator) and _is_transposed(tensor):
+    name = _changed_by(operator)
+    tensor = kwargs.get(name) if name == "out" else args[0] if name and args else None
+    if isinstance(tensor, Tensor) and _is_transposed(tensor):
         changed = torch.ops.aten.clone.default(tensor)
-        operator(changed, *args[1:], **kwargs)
-        if _strides_of(changed) != tensor.stride():
+        if name == "out":
+            operator(*args, **{**kwargs, name: changed})
+        else:
+            operator(changed, *args[1:], **kwargs)
+        if changed.shape == tensor.shape and _strides_of(changed) != tensor.stride():
             return torch.ops.aten.copy_.default(tensor, changed)
     return operator(*args, **kwargs)
 
@@ -65,13 +80,16 @@ def _strides_of(tensor: Any) -> tuple[int, ...]:
     return tuple(tensor.stride())
 
 
-def _is_in_place(operator: Any) -> bool:
-    """Whether an operator changes the values of its first argument alone, and draws nothing."""
+@cache
+def _changed_by(operator: Any) -> str:
+    """The name of the first argument, or ``"out"``, if an operator changes the values of that alone, and draws nothing;
+    else nothing."""
     not_meant = {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view}  # unsqueeze_() changes how a tensor lies
-    if not isinstance(operator, OpOverload) or not_meant.intersection(operator.tags):
-        return False
-    first, *others = [argument.is_write for argument in operator._schema.arguments] or [False]
-    return first and not any(others) and operator.namespace == "aten"
+    if not isinstance(operator, OpOverload) or operator.namespace != "aten" or not_meant.intersection(operator.tags):
+        return ""
+    names = [argument.name for argument in operator._schema.arguments]
+    written = [argument.name for argument in operator._schema.arguments if argument.is_write]
+    return written[0] if written in (names[:1], ["out"]) else ""
 
 
 def _is_transposed(tensor: Tensor) -> bool:
@@ -81,80 +99,104 @@ def _is_transposed(tensor: Tensor) -> bool:
     return tensor.numel() == 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
 
 
-_Lay: TypeAlias = Callable[[Tensor, Sequence[Any]], Tensor]
+_Layout: TypeAlias = Callable[[Tensor, Sequence[Any]], Tensor]
 """Takes what a traced operator returns, and its arguments; returns a tensor that lies as the kernel's result."""
 
 
-def _layouts() -> dict[Any, _Lay]:
+def _layouts() -> dict[Any, _Layout]:
     """The operators that lie otherwise, with how they lie."""
     aten = torch.ops.aten
     norms = (
-        aten.native_batch_norm.default,
-        aten._native_batch_norm_legit.default,
-        aten._native_batch_norm_legit.no_stats,
-        aten._native_batch_norm_legit_functional.default,
-        aten._native_batch_norm_legit_no_training.default,
+        aten.native_batch_norm.default, aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats,
+        aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit_no_training.default,
+    )
+    as_first_argument = (
+        aten.channel_shuffle.default, aten.max_unpool2d.default, aten.reflection_pad3d.default,
+        aten.replication_pad3d.default,
+    )
+    as_second_argument = (
+        aten.reflection_pad3d_backward.default, aten.replication_pad2d_backward.default,
+        aten.replication_pad3d_backward.default,
     )
     contiguous = (
-        aten.mse_loss_backward.default,
-        aten.smooth_l1_loss_backward.default,
-        aten.huber_loss_backward.default,
-        aten._log_softmax_backward_data.default,
-        aten.native_layer_norm_backward.default,
-        aten.log_sigmoid_forward.default,
+        aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default,
+        aten._log_softmax_backward_data.default, aten.native_layer_norm_backward.default,
+        aten.log_sigmoid_forward.default, aten.glu_backward.default, aten.pow.Scalar, aten.normal.Tensor_Tensor,
+        aten.normal.Tensor_float, aten.normal.float_Tensor,
     )
     elementwise = (
-        aten.binary_cross_entropy.default,
-        aten.elu_backward.default,
-        aten.hardsigmoid_backward.default,
-        aten.hardswish_backward.default,
-        aten.hardtanh_backward.default,
-        aten.native_dropout_backward.default,
-        aten.softplus_backward.default,
+        aten.elu_backward.default, aten.hardsigmoid_backward.default, aten.hardswish_backward.default,
+        aten.hardtanh_backward.default, aten.native_dropout_backward.default,
+        aten.softplus_backward.default, aten.logit_backward.default, aten.copysign.Tensor, aten.copysign.Scalar,
+        aten.div.Tensor_mode, aten.div.Scalar_mode, aten.floor_divide.default, aten.heaviside.default,
+        aten.logaddexp.default, aten.logaddexp2.default, aten.logical_and.default, aten.logical_or.default,
+        aten.logical_xor.default, aten.xlogy.Tensor, aten.xlogy.Scalar_Self, aten.special_xlog1py.default,
     )
     return {
-        **dict.fromkeys(norms, partial(_as_norm, 0)),
-        aten.native_batch_norm_backward.default: partial(_as_norm, 1),
+        **dict.fromkeys(norms, lambda result, args: _normed(result, args[0])),
+        aten.native_batch_norm_backward.default: lambda result, args: _normed(result, args[1]),
+        **dict.fromkeys(as_first_argument, lambda result, args: _formatted(result, args[0])),
+        **dict.fromkeys(as_second_argument, lambda result, args: _formatted(result, args[1])),
         **dict.fromkeys(contiguous, lambda result, args: result.contiguous()),
-        **dict.fromkeys(elementwise, _as_first),
-        aten.binary_cross_entropy_backward.default: lambda result, args: _as_first(result, args[1:]),
+        **dict.fromkeys(elementwise, _elementwise),
+        aten.binary_cross_entropy.default: lambda result, args: _elementwise(result, args[:1]),
+        aten.binary_cross_entropy_backward.default: lambda result, args: _elementwise(result, args[1:2]),
+        aten.ldexp.Tensor: _ldexp,
+        aten.angle.default: lambda result, args: result.contiguous() if args[0].is_complex() else result,
     }
 
 
-def _as_norm(place: int, result: Tensor, args: Sequence[Any]) -> Tensor:
-    return result.contiguous(memory_format=_format_of(args[place]))
+def _layout_of_expanded(operator: Any, args: Sequence[Any]) -> _Layout | None:
+    """How an elementwise operator of half precision lies that reads an expanded tensor. torch/_prims_common/wrappers.py
+    converts that to float32 first, and takes the order of the copy for its own, as kernels do for other dtypes only."""
+    tensors = [argument for argument in args if isinstance(argument, Tensor)]
+    is_half = len(tensors) > 1 and {tensor.dtype for tensor in tensors} < {torch.float16, torch.bfloat16}
+    if not is_half or torch.Tag.pointwise not in operator.tags or operator in _CONTIGUOUS:
+        return None
+    is_expanded = any(t.layout == torch.strided and 0 in t.stride() and t.numel() > 1 for t in tensors)
+    return _elementwise if is_expanded else None
 
 
-def _as_first(result: Tensor, args: Sequence[Any]) -> Tensor:
+_CONTIGUOUS: Any = (torch.ops.aten.masked_fill.Scalar, torch.ops.aten.masked_fill.Tensor)
+"""Tagged as elementwise, and contiguous."""
+
+
+def _lay(layout: _Layout, args: Sequence[Any], result: Tensor) -> Tensor:
+    return layout(result, args) if result.device.type == "cpu" else result
+
+
+def _formatted(result: Tensor, like: Tensor) -> Tensor:
+    """``result``, in the format that torch's C++ suggests for ``like``."""
+    return result.contiguous(memory_format=torch._prims_common.suggest_memory_format(like))
+
+
+def _normed(result: Tensor, data: Tensor) -> Tensor:
+    """``result`` of a norm of ``data``, or of its backward; what has one dimension is left as it is."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(data.dim())
+    if last is not None and data.is_contiguous(memory_format=last) and not data.is_contiguous():
+        return result.contiguous(memory_format=last) if result.dim() == data.dim() else result
+    return _formatted(result, data) if result.dim() == data.dim() else result
+
+
+def _elementwise(result: Tensor, args: Sequence[Any]) -> Tensor:
     """As the result of an elementwise kernel of ``args``, whose first tensor decides."""
-    read = [argument for argument in args if isinstance(argument, Tensor) and argument.shape == result.shape]
-    strides = torch._prims_common.compute_elementwise_output_strides(*read) if read else result.stride()
+    read = [argument for argument in args if isinstance(argument, Tensor)]
+    if not read or torch.broadcast_shapes(*(t.shape for t in read)) != result.shape:  # type: ignore[no-untyped-call]
+        return result
+    read = [tensor.expand(result.shape) for tensor in read]
+    strides = torch._prims_common.compute_elementwise_output_strides(*read)
     return result.new_empty_strided(result.shape, strides)
 
 
+def _ldexp(result: Tensor, args: Sequence[Any]) -> Tensor:
+    """In single precision it is a product with a power, which is contiguous."""
+    return _elementwise(result, (args[0], args[1].contiguous()) if args[1].dtype == torch.float32 else args)
+
+
 def _forget(operators: Container[Any]) -> None:
-    """Drop what fake tensors remember of these."""
+    """Drop what fake tensors remember of these, and of what is elementwise."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    for key in [key for key in list(FakeTensorMode.cache) if key.key[0] in operators]:
-        FakeTensorMode.cache.pop(key, None)
-
-
-def _laid_out(decomposition: Callable[..., Any], lay: _Lay) -> Callable[..., Any]:
-    @wraps(decomposition)  # torch takes only one that has a name of its own
-    def decomposed(*args: Any, **kwargs: Any) -> Any:
-        results = decomposition(*args, **kwargs)
-        first, *others = results if isinstance(results, tuple) else (results,)
-        if first is not None and first.device.type == "cpu":
-            first = lay(first, args)
-        return (first, *others) if isinstance(results, tuple) else first
-
-    return decomposed
-
-
-def _format_of(tensor: Tensor) -> torch.memory_format:
-    """What torch's C++ suggests for a result that is made of ``tensor``."""
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
-    if last is not None and tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous():
-        return last
-    return torch._prims_common.suggest_memory_format(tensor)
+    for key in list(FakeTensorMode.cache):
+        if key.key[0] in operators or torch.Tag.pointwise in getattr(key.key[0], "tags", ()):
+            FakeTensorMode.cache.pop(key, None)

@@ -12,9 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = [
     "BATCH_NORM", "BATCH_NORM_AGAIN", "BATCH_NORM_BACKWARD", "BATCH_NORM_BY_STATISTICS", "FUSED_LSTM", "allocations",
-    "argument_of", "branches_of", "has_effect", "hooks_of_all_modules", "is_branching", "is_check", "is_collective",
-    "is_flattened", "is_mutable", "is_random", "is_traced_by_others", "is_transformed", "note_branches", "operating",
-    "parts_of", "storage_number", "without_modes",
+    "argument_of", "branches_of", "has_effect", "hooks_of_all_modules", "is_backward", "is_branching", "is_check",
+    "is_collective", "is_flattened", "is_mutable", "is_random", "is_traced_by_others", "is_transformed",
+    "note_branches", "operating", "parts_of", "storage_number", "without_modes",
 ]
 
 BATCH_NORM: Any = torch.ops.aten._native_batch_norm_legit_functional.default
@@ -42,6 +42,11 @@ def argument_of(node: fx.Node, name: str) -> Any:
             value = node.args[place] if place < len(node.args) else parameter.default_value
             return node.kwargs.get(name, value)
     return None
+
+
+def is_backward(node: fx.Node) -> bool:
+    """Whether the backward has made ``node`` of a joint graph."""
+    return node.meta.get("partitioner_tag") == "is_backward"
 
 
 def is_collective(target: object) -> bool:

@@ -19,7 +19,7 @@ from torch.fx.traceback import preserve_node_meta
 
 from torchckpt.errors import CaptureError, Fault
 from torchckpt.features import TESTED, Feature, release_of
-from torchckpt.graph.private.runtime import operating
+from torchckpt.graph.private.runtime import is_backward, operating
 from torchckpt.graph.private.surroundings import as_in_eager, without_autocast
 from torchckpt.graph.private.witness import Witness
 
@@ -270,7 +270,7 @@ def _pass_notes_on(graph: fx.Graph) -> None:
     forward: list[fx.Node] = []
     backward: list[fx.Node] = []
     for node in graph.nodes:
-        (backward if node.meta.get("partitioner_tag") == "is_backward" else forward).append(node)
+        (backward if is_backward(node) else forward).append(node)
     notes = {node.meta.get("seq_nr"): node.meta["custom"] for node in reversed(forward) if "custom" in node.meta}
     for node in backward:
         if node.meta.get("seq_nr") in notes:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from torchckpt.errors import CaptureError, Fault
-from torchckpt.graph.private.layouts import as_it_lay
 from torchckpt.graph.private.runtime import is_random, operating
 from torchckpt.graph.private.surroundings import casting_once
 from torchckpt.tensors import tensors_in
@@ -51,7 +50,7 @@ class Witness:
         def run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self._tell(operator)
             generators.drawn(operator, args)
-            results = as_it_lay(operator, args, kwargs)
+            results = operator(*args, **kwargs)
             self._saw(results, f"a result of {operator}")
             return results
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from torchckpt.graph.private.runtime import note_branches, storage_number
+from torchckpt.graph.private.runtime import is_backward, note_branches, storage_number
 from torchckpt.graph.private.trace import GRADIENTS_STAY, input_place, mutated_inputs, uncompiled
 from torchckpt.graph.step.costs import Cost, CostOf
 from torchckpt.graph.step.repeat import (
@@ -103,8 +103,8 @@ class _Builder:
         self._outputs, self._gradients = outputs[:forward_outputs], outputs[forward_outputs:]
         for node in graph.nodes:
             self._add(node)
-        once = {node for node in self._writes if self._runs_once(node)} - reached(self._tangents)
-        forward = needed([*nodes_in(self._outputs), *once])
+        once = {node for node in self._writes if self._runs_once(node) and not is_backward(node)}
+        forward = needed([*nodes_in(self._outputs), *(once - reached(self._tangents))])
         first = [node for node in self._writes if node in forward]
         arrival = [None] if self._tangents else []
         self._forward = len(first)

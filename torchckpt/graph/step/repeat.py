@@ -252,6 +252,7 @@ def record_states(graph: fx.Graph) -> None:
         like = tensors_in(node.meta["val"])[0]
         with graph.inserting_before(node):
             state = graph.call_function(generator_state, (str(like.device),))
+        state.meta["partitioner_tag"] = node.meta.get("partitioner_tag")
         size = generator_state(str(like.device)).numel()
         with like.fake_mode:  # type: ignore[attr-defined]
             state.meta["val"] = torch.empty(size, dtype=torch.uint8)
