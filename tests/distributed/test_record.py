@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torchckpt.measuring.record import KEPT_STEPS, Record
 from torchckpt.planning import Action, Block, Choice, Kind, Stage, ahead, fixed, gpipe, with_recompute
 from torchckpt.planning.step.measured import Span
 from torchckpt.planning.step.memory import Level, Piece
+from torchckpt.regions.core.frame import Frame
+from torchckpt.regions.core.options import Options
 
 F, B = Kind.FORWARD, Kind.BACKWARD
 
@@ -97,6 +100,24 @@ def test_replays_of_regions_are_medians_without_the_first_step(record, early, re
             record._clock.time += 2 * seconds
         record.end()
     assert record.replay_seconds() == {3: regions}
+
+
+def test_a_replay_takes_no_time_for_what_it_need_not_run(record):
+    frame, told = Frame(Options()), []
+    frame.tail = partial(told.append, "tail")
+    record.begin()
+    start = record.awaits()
+    with record.replaying((3, 0), 1, frame):
+        record._clock.time += 2.0
+        frame.tail()
+        record._clock.time += 5.0
+    record._clock.time += 4.0
+    record.ended(Action(3, Kind.BACKWARD, 0), start)
+    record.end()
+    assert told == ["tail"]
+    assert record.replay_seconds() == {3: {1: 2.0}}
+    spans = [(span.action.kind, span.end_seconds - span.start_seconds) for span in record.spans()[0]]
+    assert spans == [(Kind.RECOMPUTE, 2.0), (Kind.BACKWARD, 4.0)]
 
 
 # all ranks ------------------------------------------------------------------------------------------------------------

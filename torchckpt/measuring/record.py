@@ -2,9 +2,10 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from statistics import median
 from typing import Any, NamedTuple, TypeAlias
@@ -12,8 +13,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from torchckpt.planning import Action, Stage
-from torchckpt.planning.order.schedule import Visit
+from torchckpt.planning.order.schedule import BACKWARDS, Visit
 from torchckpt.planning.step.measured import Span, replays_apart
+from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.devices import Clock, Stamp
 
 __all__ = ["KEPT_STEPS", "Record", "with_seconds"]
@@ -29,6 +31,8 @@ class _Replay(NamedTuple):
     region: int
     start: Stamp
     end: Stamp
+    after_tail: Stamp
+    """When it had run to the end of its forward; ``end``, if it did not."""
     is_early: bool
     """Whether an action recomputed, not a backward."""
 
@@ -82,14 +86,19 @@ class Record:
         self.ended(action, start)
 
     @contextmanager
-    def replaying(self, visit: Visit, region: int) -> Iterator[None]:
-        """A context around the replay of one region of a stage and micro-batch."""
+    def replaying(self, visit: Visit, region: int, frame: Frame | None = None) -> Iterator[None]:
+        """A context around the replay of one region of a stage and micro-batch. Where that of a ``frame`` runs to the
+        end of its forward, for its bytes, only the time counts that it needs."""
         if self._is_recomputing and not self.times_early_replays:
             yield
             return
+        ends: list[Stamp] = []
+        if frame is not None and frame.tail is not None:
+            frame.tail = partial(_stamp, self._clock, ends, frame.tail)
         start = self._clock.stamp()
         yield
-        self._current_replays.append(_Replay(visit, region, start, self._clock.stamp(), self._is_recomputing))
+        ends.append(self._clock.stamp())
+        self._current_replays.append(_Replay(visit, region, start, ends[0], ends[-1], self._is_recomputing))
 
     def end(self) -> None:
         self.steps.append((self._current, self._current_replays))
@@ -99,11 +108,16 @@ class Record:
         seconds = self._clock.reader()
         spans_of_steps = []
         for step, replays in self.steps:
-            spans = [Span(action, seconds(due), seconds(start), seconds(end)) for action, due, start, end in step]
             inside: defaultdict[Visit, float] = defaultdict(float)
+            tails: defaultdict[tuple[Visit, bool], float] = defaultdict(float)
             for replay in replays:
                 if not replay.is_early:
                     inside[replay.visit] += seconds(replay.end) - seconds(replay.start)
+                    tails[replay.visit, True] += seconds(replay.after_tail) - seconds(replay.end)
+            spans = [
+                Span(action, seconds(due), seconds(start), seconds(end) - tails[action.visit, action.kind in BACKWARDS])
+                for action, due, start, end in step
+            ]
             spans_of_steps.append(replays_apart(spans, inside))
         return spans_of_steps
 
@@ -111,9 +125,14 @@ class Record:
         """The medians of the replays of each region, by stage. The first of several steps is warm-up."""
         seconds, replays = self._clock.reader(), [replays for _, replays in self.steps]
         times: defaultdict[int, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-        for (stage, _), region, start, end, _ in chain.from_iterable(replays[1:] or replays):
+        for (stage, _), region, start, end, *_ in chain.from_iterable(replays[1:] or replays):
             times[stage][region].append(seconds(end) - seconds(start))
         return {stage: {region: median(each) for region, each in regions.items()} for stage, regions in times.items()}
+
+
+def _stamp(clock: Clock, stamps: list[Stamp], then: Callable[[], object]) -> None:
+    stamps.append(clock.stamp())
+    then()
 
 
 def with_seconds(stage: Stage, seconds: Mapping[int, float]) -> Stage:

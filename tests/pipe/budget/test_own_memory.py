@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.own_memory import Nested, Plain, Spread, Summed, SummedFirst
+from tests.own_memory import Nested, Plain, Spread, Summed, SummedFirst, SummedLast
 from tests.pipe.budget.models import SIZE, WAYS, step
 from tests.slow import slow_but
 from torchckpt import BudgetInfeasible, Pipe
@@ -17,6 +17,7 @@ MODELS = {
     "between": ((Plain, Nested, Plain, Spread), [4]),
     "spread": ((Plain, Plain, Spread, Plain, Nested), [3, 2]),
     "first": ((Plain, Plain, SummedFirst, SummedFirst), [3, 1]),
+    "last": ((Plain, SummedLast, SummedLast, Plain), [3, 1]),
     "unsaved": ((Plain, Plain, Summed, Plain), [3, 1]),
 }
 
@@ -34,7 +35,7 @@ def stepped(name, way, budget):
 @pytest.mark.parametrize(
     ("name", "way"),
     slow_but(
-        [("nested", "step"), ("nested", "graph"), ("spread", "step"), ("first", "graph"), ("unsaved", "step")],
+        [("nested", "step"), ("nested", "graph"), ("spread", "step"), ("first", "graph"), ("last", "step"), ("unsaved", "step")],
         [(n, w) for n in MODELS for w in WAYS],
     ),
 )

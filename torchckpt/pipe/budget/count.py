@@ -191,7 +191,8 @@ class Count:
     @contextmanager
     def _replaying(self, visit: Visit, block: int, frame: Frame) -> Iterator[None]:
         rank = self._placement[visit[0]]
-        with self._live[rank].replaying(block), self._records[rank].replaying(visit, block):
+        counted = frame if visit[0] in self._saved else None
+        with self._live[rank].replaying(block, counted), self._records[rank].replaying(visit, block, frame):
             yield
         if visit[1] == _COUNTED and visit[0] in self._saved:
             self._saved[visit[0]].replayed(block, frame)
