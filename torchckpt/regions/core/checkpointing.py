@@ -207,10 +207,11 @@ class Checkpointing:
 
     It puts ``Checkpoint`` at each input that requires grad and is no leaf: the function gets an alias. Where it returns
     that, the input is returned, and what it changes there in place is done to the input; do not change a view of it
-    that the function returns. It gets the others themselves, and those that it also holds, in a container among its
-    arguments, its closure, its defaults, a partial or an attribute of its module, or of which it holds or gets a view:
-    there it could tell the alias from the tensor. :meth:`recompute` puts ``Fork``, ``Recompute`` and ``Join`` at each
-    output. ``Checkpoint`` and ``Recompute`` come from torchgpipe (Kim et al., 2020).
+    that the function returns. Of such an input, ``retain_grad()`` and hooks that are put on it behind the call get the
+    gradient of what reads it there alone. It gets the others themselves, and those that it also holds, in a container
+    among its arguments, its closure, its defaults, a partial or an attribute of its module, or of which it holds or
+    gets a view: there it could tell the alias from the tensor. :meth:`recompute` puts ``Fork``, ``Recompute`` and
+    ``Join`` at each output. ``Checkpoint`` and ``Recompute`` come from torchgpipe (Kim et al., 2020).
     """
 
     def __init__(
