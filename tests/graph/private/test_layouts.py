@@ -119,6 +119,9 @@ OPERATORS = {
     "losses in half precision": lambda: mse_loss(
         TALL[:1, :1].half().expand(4, 5, 3), WIDE.half(), reduction="none"),
     "rsub in half precision": lambda: torch.rsub(WIDE.half(), TALL[:1, :1].half().expand(4, 5, 3)),
+    "huber_loss": lambda: huber_loss(TALL[:1, :1].expand(4, 5, 3), WIDE, reduction="none"),
+    "complex": lambda: torch.complex(TALL[:1, :1].expand(4, 5, 3), WIDE),
+    "polar": lambda: torch.polar(TALL[:1, :1].expand(4, 5, 3), WIDE),
     "a pad that is taken back": lambda: torch.ops.aten.replication_pad2d_backward(
         torch.ones(2, 3, 4, 7), LAST, (1, 1, 0, 0)),
 }

@@ -131,7 +131,8 @@ def _layouts() -> dict[Any, _Layout]:
         aten.div.Tensor_mode, aten.div.Scalar_mode, aten.floor_divide.default, aten.heaviside.default,
         aten.logaddexp.default, aten.logaddexp2.default, aten.logical_and.default, aten.logical_or.default,
         aten.logical_xor.default, aten.xlogy.Tensor, aten.xlogy.Scalar_Self, aten.special_xlog1py.default,
-        aten.mish_backward.default, aten.mse_loss.default, aten.smooth_l1_loss.default,
+        aten.mish_backward.default, aten.mse_loss.default, aten.smooth_l1_loss.default, aten.complex.default,
+        aten.polar.default,
     )
     elementwise_from_second = (
         aten.leaky_relu_backward.default, aten.rsub.Tensor, aten.threshold_backward.default,
@@ -146,6 +147,7 @@ def _layouts() -> dict[Any, _Layout]:
         **dict.fromkeys(elementwise_from_second, lambda result, args: _elementwise(result, (args[1], args[0]))),
         aten.binary_cross_entropy.default: lambda result, args: _elementwise(result, args[:1]),
         aten.binary_cross_entropy_backward.default: lambda result, args: _elementwise(result, args[1:2]),
+        aten.huber_loss.default: lambda result, args: _elementwise(result, args[:1]),
         aten.log_sigmoid_backward.default: lambda result, args: _elementwise(result, args[:1]),
         aten.ldexp.Tensor: _ldexp,
         aten.angle.default: lambda result, args: result.contiguous() if args[0].is_complex() else result,
