@@ -119,6 +119,8 @@ OPERATORS = {
     "losses in half precision": lambda: mse_loss(
         TALL[:1, :1].half().expand(4, 5, 3), WIDE.half(), reduction="none"),
     "rsub in half precision": lambda: torch.rsub(WIDE.half(), TALL[:1, :1].half().expand(4, 5, 3)),
+    "half of what is expanded and a mask": lambda: TALL[:1, :1].bfloat16().expand(4, 5, 3) * (WIDE > 0),
+    "a mask that is expanded and half": lambda: WIDE.bfloat16() * (TALL[:1, :1] > 0).expand(4, 5, 3),
     "huber_loss": lambda: huber_loss(TALL[:1, :1].expand(4, 5, 3), WIDE, reduction="none"),
     "complex": lambda: torch.complex(TALL[:1, :1].expand(4, 5, 3), WIDE),
     "polar": lambda: torch.polar(TALL[:1, :1].expand(4, 5, 3), WIDE),
