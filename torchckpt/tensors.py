@@ -124,7 +124,7 @@ def _sees_operators(cls: type[Tensor]) -> bool:
 
 def is_iterator(leaf: object) -> bool:
     """Whether ``leaf`` is a generator or another iterator of Python's own. Mocks and files are iterators, too."""
-    return type(leaf).__module__ in ("builtins", "itertools") and issubclass(type(leaf), Iterator)
+    return type(leaf).__module__ in ("builtins", "itertools", "_collections") and issubclass(type(leaf), Iterator)
 
 
 def hides_tensors(leaf: object) -> bool:

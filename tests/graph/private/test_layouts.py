@@ -111,6 +111,19 @@ OPERATORS = {
     "masked_fill of what is expanded": lambda: TALL.half().expand(4, 5, 3).masked_fill(WIDE > 0, 1),
     "binary_cross_entropy of what is expanded": lambda: torch.ops.aten.binary_cross_entropy_backward(
         torch.ones(4, 5, 3), torch.full((3,), 0.5).expand(4, 5, 3), WIDE.sigmoid()),
+    "relu": lambda: torch.ops.aten.threshold_backward(WIDE, TALL[:1, :1].expand(4, 5, 3), 0),
+    "leaky_relu": lambda: torch.ops.aten.leaky_relu_backward(WIDE, TALL[:1, :1].expand(4, 5, 3), 0.1, False),
+    "logsigmoid": lambda: torch.ops.aten.log_sigmoid_backward(TALL[:1, :1].expand(4, 5, 3), WIDE, WIDE),
+    "mish in half precision": lambda: torch.ops.aten.mish_backward(
+        TALL[:1, :1].bfloat16().expand(4, 5, 3), WIDE.bfloat16()),
+    "losses in half precision": lambda: mse_loss(
+        TALL[:1, :1].half().expand(4, 5, 3), WIDE.half(), reduction="none"),
+    "rsub in half precision": lambda: torch.rsub(WIDE.half(), TALL[:1, :1].half().expand(4, 5, 3)),
+    "half of what is expanded and a mask": lambda: TALL[:1, :1].bfloat16().expand(4, 5, 3) * (WIDE > 0),
+    "a mask that is expanded and half": lambda: WIDE.bfloat16() * (TALL[:1, :1] > 0).expand(4, 5, 3),
+    "huber_loss": lambda: huber_loss(TALL[:1, :1].expand(4, 5, 3), WIDE, reduction="none"),
+    "complex": lambda: torch.complex(TALL[:1, :1].expand(4, 5, 3), WIDE),
+    "polar": lambda: torch.polar(TALL[:1, :1].expand(4, 5, 3), WIDE),
     "a pad that is taken back": lambda: torch.ops.aten.replication_pad2d_backward(
         torch.ones(2, 3, 4, 7), LAST, (1, 1, 0, 0)),
 }

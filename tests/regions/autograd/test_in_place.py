@@ -256,3 +256,50 @@ def test_output_that_is_returned_twice_is_one_tensor(device, call):
     first.mul_(3)
     second.sum().backward()
     assert torch.equal(leaf.grad, 6 * torch.cos(2 * torch.ones_like(leaf)))
+
+
+def change_one(x, y):
+    x.mul_(2)
+    return y * 3
+
+
+def change_both(x, y):
+    return x.mul_(2).sum() + y.mul_(3).sum()
+
+
+def change_beside_a_list(x, views):
+    return change_one(x, views[0])
+
+
+@pytest.mark.parametrize("function", [change_one, change_both, change_beside_a_list])
+@pytest.mark.parametrize("inputs", [
+    lambda whole: (whole[0], whole), lambda whole: (whole, whole[0]), lambda whole: (whole[0], whole[:, 1]),
+])
+def test_inputs_that_share_memory(function, inputs, device):
+    """By hand, each had an alias with a graph of its own: the other had the new values, and the old graph."""
+
+    def gradient(call):
+        leaf = torch.linspace(-1, 1, 6, device=device).view(2, 3).requires_grad_()
+        whole = leaf * 1.5
+        x, y = inputs(whole)
+        result = call(function, x, [y] if function is change_beside_a_list else y)
+        (result.sum() + x.cos().sum() + whole.exp().sum()).backward()
+        return leaf.grad
+
+    for call in (checkpoint, forwarded):
+        assert torch.equal(gradient(call), gradient(plain))
+
+
+def test_input_that_the_function_transposes(call, device):
+    leaf = torch.arange(4.0, device=device).view(2, 2).requires_grad_()
+    x = leaf * 2
+    y = call(lambda x: x.t_() + 1, x)
+    (y.sum() + (x * torch.arange(4.0, device=device).view(2, 2)).sum()).backward()
+    assert torch.equal(x, leaf.t() * 2)
+    assert leaf.grad.tolist() == [[2, 6], [4, 8]]
+
+
+def test_container_that_the_function_returns(device):
+    kept = {}
+    x = torch.ones(3, device=device, requires_grad=True) * 2
+    assert forwarded(lambda x, kept: kept, x, kept) is kept

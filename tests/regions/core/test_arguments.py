@@ -6,6 +6,7 @@ import io
 import re
 import warnings
 import weakref
+from collections import deque
 from functools import partial
 from pathlib import Path
 
@@ -298,6 +299,7 @@ ITERATORS = {
     "generator": lambda parts: (part for part in parts),
     "list_iterator": iter,
     "map": lambda parts: map(torch.cos, parts),
+    "_deque_iterator": lambda parts: iter(deque(parts)),
 }
 
 

@@ -131,6 +131,11 @@ def _layouts() -> dict[Any, _Layout]:
         aten.div.Tensor_mode, aten.div.Scalar_mode, aten.floor_divide.default, aten.heaviside.default,
         aten.logaddexp.default, aten.logaddexp2.default, aten.logical_and.default, aten.logical_or.default,
         aten.logical_xor.default, aten.xlogy.Tensor, aten.xlogy.Scalar_Self, aten.special_xlog1py.default,
+        aten.mish_backward.default, aten.mse_loss.default, aten.smooth_l1_loss.default, aten.complex.default,
+        aten.polar.default,
+    )
+    elementwise_from_second = (
+        aten.leaky_relu_backward.default, aten.rsub.Tensor, aten.threshold_backward.default,
     )
     return {
         **dict.fromkeys(norms, lambda result, args: _normed(result, args[0])),
@@ -139,8 +144,11 @@ def _layouts() -> dict[Any, _Layout]:
         **dict.fromkeys(as_second_argument, lambda result, args: _formatted(result, args[1])),
         **dict.fromkeys(contiguous, lambda result, args: result.contiguous()),
         **dict.fromkeys(elementwise, _elementwise),
+        **dict.fromkeys(elementwise_from_second, lambda result, args: _elementwise(result, (args[1], args[0]))),
         aten.binary_cross_entropy.default: lambda result, args: _elementwise(result, args[:1]),
         aten.binary_cross_entropy_backward.default: lambda result, args: _elementwise(result, args[1:2]),
+        aten.huber_loss.default: lambda result, args: _elementwise(result, args[:1]),
+        aten.log_sigmoid_backward.default: lambda result, args: _elementwise(result, args[:1]),
         aten.ldexp.Tensor: _ldexp,
         aten.angle.default: lambda result, args: result.contiguous() if args[0].is_complex() else result,
     }
@@ -150,15 +158,22 @@ def _layout_of_expanded(operator: Any, args: Sequence[Any]) -> _Layout | None:
     """How an elementwise operator of half precision lies that reads an expanded tensor. torch/_prims_common/wrappers.py
     converts that to float32 first, and takes the order of the copy for its own, as kernels do for other dtypes only."""
     tensors = [argument for argument in args if isinstance(argument, Tensor)]
-    is_half = len(tensors) > 1 and {tensor.dtype for tensor in tensors} < {torch.float16, torch.bfloat16}
-    if not is_half or torch.Tag.pointwise not in operator.tags or operator in _CONTIGUOUS:
+    halves = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
+    is_half = len(tensors) > 1 and {tensor.dtype for tensor in halves} < {torch.float16, torch.bfloat16}
+    if not is_half or torch.Tag.pointwise not in operator.tags or operator in _OTHERS:
         return None
-    is_expanded = any(t.layout == torch.strided and 0 in t.stride() and t.numel() > 1 for t in tensors)
-    return _elementwise if is_expanded else None
+    is_expanded = any(t.layout == torch.strided and 0 in t.stride() and t.numel() > 1 for t in halves)
+    return _half if is_expanded else None
 
 
-_CONTIGUOUS: Any = (torch.ops.aten.masked_fill.Scalar, torch.ops.aten.masked_fill.Tensor)
-"""Tagged as elementwise, and contiguous."""
+def _half(result: Tensor, args: Sequence[Any]) -> Tensor:
+    """Of integers, and of booleans, a kernel makes a copy in half precision first."""
+    read = [argument for argument in args if isinstance(argument, Tensor)]
+    return _elementwise(result, [t if t.is_floating_point() else torch.empty_like(t) for t in read])
+
+
+_OTHERS: Any = (torch.ops.aten.masked_fill.Scalar, torch.ops.aten.masked_fill.Tensor, torch.ops.aten.where.self)
+"""Tagged as elementwise: the first two are contiguous, and the last one converts nothing."""
 
 
 def _lay(layout: _Layout, args: Sequence[Any], result: Tensor) -> Tensor:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType, MethodType
 from typing import Any
@@ -20,7 +21,14 @@ from torchckpt.regions.core.nodes import changed, fork, join, recompute
 from torchckpt.regions.core.nodes import checkpoint as checkpoint_input
 from torchckpt.regions.core.options import DEFAULT, Options, check_options
 from torchckpt.regions.flags import local
-from torchckpt.regions.private import forward_ad, functorch_is_active, is_exporting, keep_from_dynamo, set_version
+from torchckpt.regions.private import (
+    forward_ad,
+    functorch_is_active,
+    is_exporting,
+    keep_from_dynamo,
+    set_version,
+    storage_key,
+)
 from torchckpt.tensors import copy_attributes, tensors_in
 from torchckpt.typing import ContextFunction, DeterminismCheck, Function
 
@@ -199,10 +207,11 @@ class Checkpointing:
 
     It puts ``Checkpoint`` at each input that requires grad and is no leaf: the function gets an alias. Where it returns
     that, the input is returned, and what it changes there in place is done to the input; do not change a view of it
-    that the function returns. It gets the others themselves, and those that it also holds, in a container among its
-    arguments, its closure, its defaults, a partial or an attribute of its module: there it could tell the alias from
-    the tensor. :meth:`recompute` puts ``Fork``, ``Recompute`` and ``Join`` at each output. ``Checkpoint`` and
-    ``Recompute`` come from torchgpipe (Kim et al., 2020).
+    that the function returns. Of such an input, ``retain_grad()`` and hooks that are put on it behind the call get the
+    gradient of what reads it there alone. It gets the others themselves, and those that it also holds, in a container
+    among its arguments, its closure, its defaults, a partial or an attribute of its module, or of which it holds or
+    gets a view: there it could tell the alias from the tensor. :meth:`recompute` puts ``Fork``, ``Recompute`` and
+    ``Join`` at each output. ``Checkpoint`` and ``Recompute`` come from torchgpipe (Kim et al., 2020).
     """
 
     def __init__(
@@ -298,7 +307,7 @@ def _passed(
 ) -> tuple[tuple[Any, ...], dict[str, Any], list[tuple[Tensor, Tensor, int]]]:
     """The arguments, with a ``Checkpoint`` of ``frame`` on each input that requires grad and is no leaf; these inputs,
     their aliases and versions. A container is given as it is: the function may fill it."""
-    held = {id(tensor) for tensor in _held_by(function)}
+    held = _passed_themselves(function, [*args, *kwargs.values()])
     aliases: dict[int, tuple[Tensor, Tensor, int]] = {}
 
     def passed(value: Any) -> Any:
@@ -308,8 +317,6 @@ def _passed(
             aliases[id(value)] = value, copy_attributes(value, checkpoint_input(frame, value)), value._version
         return aliases[id(value)][1]
 
-    containers = [value for value in (*args, *kwargs.values()) if not isinstance(value, Tensor)]
-    held.update(map(id, tensors_in(containers)))
     args, kwargs = tuple(map(passed, args)), {name: passed(value) for name, value in kwargs.items()}
     return args, kwargs, list(aliases.values())
 
@@ -320,9 +327,24 @@ def _given_back(outputs: Any, aliases: Sequence[tuple[Tensor, Tensor, int]]) -> 
         if not alias.requires_grad:
             value.detach_()
         elif (now := value._version) != version:
+            if value.layout == torch.strided and (value.shape, value.stride()) != (alias.shape, alias.stride()):
+                value.data = alias.data  # as behind t_()
             set_version(changed(value, alias), now)
     inputs = {id(alias): value for value, alias, _ in aliases}
-    return pytree.tree_map(lambda leaf: inputs.get(id(leaf), leaf), outputs)
+    leaves, spec = pytree.tree_flatten(outputs)
+    if inputs.keys().isdisjoint(map(id, leaves)):
+        return outputs  # the same container, which the caller may hold
+    return pytree.tree_unflatten([inputs.get(id(leaf), leaf) for leaf in leaves], spec)
+
+
+def _passed_themselves(function: Any, values: Sequence[Any]) -> set[int]:
+    """The ids of the arguments that the function also holds, or that share memory with another that it gets or holds:
+    what it does to one in place is in the graph of the other, too."""
+    inputs, others = [[v for v in values if isinstance(v, Tensor) is one] for one in (True, False)]
+    held = {id(tensor): tensor for tensor in (*_held_by(function), *tensors_in(others))}
+    keys = {id(tensor): storage_key(tensor) or id(tensor) for tensor in (*inputs, *held.values())}
+    tensors = Counter(keys.values())
+    return {tensor for tensor, key in keys.items() if tensor in held or tensors[key] > 1}
 
 
 def _held_by(function: Any) -> Iterator[Tensor]:
