@@ -35,7 +35,10 @@ def stepped(name, way, budget):
 @pytest.mark.parametrize(
     ("name", "way"),
     slow_but(
-        [("nested", "step"), ("nested", "graph"), ("spread", "step"), ("first", "graph"), ("last", "step"), ("unsaved", "step")],
+        [
+            ("nested", "step"), ("nested", "graph"), ("spread", "step"), ("first", "graph"), ("last", "step"),
+            ("unsaved", "step"),
+        ],
         [(n, w) for n in MODELS for w in WAYS],
     ),
 )
