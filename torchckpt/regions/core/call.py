@@ -83,7 +83,9 @@ class Call:
     def note_hidden(self) -> bool:
         """Note the tensors that objects among the arguments hold, which no replay finds as they were. Return whether
         there are any."""
-        hidden = [] if self._boundary.spec is None else self._boundary.hidden_tensors()
+        if self._boundary.spec is None:
+            return False
+        hidden = self._boundary.hidden_tensors()
         self._hidden = [(weakref.ref(tensor), version_of(tensor)) for tensor in hidden]
         return bool(hidden)
 
