@@ -142,9 +142,10 @@ def _amounts(stored: Sequence[object], ranks: int) -> tuple[float, ...]:
 def _rules(stored: Sequence[Any], ranks: int) -> tuple[CountedRule, ...]:
     if len(stored) not in (0, 2):
         _refuse(f"{len(stored)} rules")
-    return tuple(
-        CountedRule(_amounts([seconds], 1)[0], int(blocks), _amounts(peaks, ranks)) for seconds, blocks, peaks in stored
-    )
+    for _, blocks, _ in stored:
+        if type(blocks) is not int or blocks < 0:
+            _refuse(f"a rule of {blocks} blocks")
+    return tuple(CountedRule(_amounts([seconds], 1)[0], n, _amounts(peaks, ranks)) for seconds, n, peaks in stored)
 
 
 def _check(plan: PlanFigures) -> None:
