@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -18,7 +18,9 @@ from torchckpt.planning.step.timeline import Timeline
 from torchckpt.planning.work.choice import Choices, State, first_blocks
 from torchckpt.planning.work.host import Move
 
-__all__ = ["Alone", "CountedRule", "PlanFigures", "Rule", "WholeStep", "everything", "same_blocks"]
+__all__ = [
+    "Alone", "CountedRule", "PlanFigures", "Rule", "WholeStep", "everything", "most_blocks", "quickest", "same_blocks",
+]
 
 _WORK, _FEWEST = 200_000, 8
 """The actions of the orders that are tried; if these are fewer than ``_FEWEST`` orders, then so many."""
@@ -46,30 +48,44 @@ class CountedRule(NamedTuple):
 
 def everything(problem: Problem, counted: CountedRule | None = None) -> Rule:
     """Recompute every block. ``counted``: what is known of it already."""
-    seconds, blocks, peaks = counted or _quickest(problem, [max(len(stage.blocks) for stage in problem.stages)])
+    seconds, blocks, peaks = counted or _within_budget(problem, [most_blocks(problem)])
     none, bound = problem.keep_all.seconds, problem.bound_seconds
     return Rule("recomputing all", seconds, peaks, none, bound, seconds, blocks)
 
 
 def same_blocks(problem: Problem, counted: CountedRule | None = None) -> Rule:
     """Recompute the first k blocks of every stage, with the k that makes the shortest step of those that fit."""
-    most = max(len(stage.blocks) for stage in problem.stages)
-    seconds, blocks, peaks = counted or _quickest(problem, range(most + 1))
+    seconds, blocks, peaks = counted or _within_budget(problem, range(most_blocks(problem) + 1))
     none, bound = problem.keep_all.seconds, problem.bound_seconds
     name = f"the same {'block' if blocks == 1 else f'{blocks} blocks'} on every stage"
     return Rule(name, seconds, peaks, none, bound, None, blocks)
 
 
-def _quickest(problem: Problem, counts: Sequence[int]) -> tuple[float, int, tuple[float, ...]]:
-    """The shortest step that drops the first blocks, one of ``counts``, over the numbers of weight gradients that may
-    wait: its seconds, its count, and the peak bytes of each rank; infinite seconds if no count fits. In one order,
-    dropping more takes longer: so only the least count that fits is simulated."""
-    best: tuple[float, int, tuple[float, ...]] = (math.inf, counts[0], ())
-    for schedule in _delays(problem.schedule):
+def most_blocks(problem: Problem) -> int:
+    """The blocks of the stage that has most."""
+    return max(len(stage.blocks) for stage in problem.stages)
+
+
+def _within_budget(problem: Problem, counts: Sequence[int]) -> CountedRule:
+    """The :func:`quickest` step whose activations fit, over the numbers of weight gradients that may wait."""
+
+    def fits(step: Step) -> bool:
+        return all(peak <= lane.budget_bytes for peak, lane in zip(step.peak_bytes, problem.lanes))
+
+    return quickest(problem, counts, _delays(problem.schedule), fits)
+
+
+def quickest(
+    problem: Problem, counts: Sequence[int], orders: Iterable[Schedule], fits: Callable[[Step], bool]
+) -> CountedRule:
+    """The shortest step that drops the first blocks, one of ``counts``, in one of ``orders``; infinite seconds if no
+    count fits. In one order, dropping more takes longer: so only the least count that fits is simulated."""
+    best = CountedRule(math.inf, counts[0], ())
+    for schedule in orders:
         for blocks in counts:
             step = problem.step(first_blocks(schedule, problem.stages, blocks), schedule)
-            if all(peak <= lane.budget_bytes for peak, lane in zip(step.peak_bytes, problem.lanes)):
-                best = min(best, (step.seconds, blocks, step.peak_bytes), key=itemgetter(0, 1))
+            if fits(step):
+                best = min(best, CountedRule(step.seconds, blocks, step.peak_bytes), key=itemgetter(0, 1))
                 break
     return best
 

@@ -8,15 +8,16 @@ all of it so much more, and it is planned again. The shortest plan that fits is 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from statistics import median
 
 from torchckpt.errors import BudgetInfeasible
 from torchckpt.planning.budget import Bytes, bytes_per_rank, enough, whole
 from torchckpt.planning.draw.units import Units, aligned
 from torchckpt.planning.order.schedule import Action, Schedule
-from torchckpt.planning.plan.figures import CountedRule
+from torchckpt.planning.plan.figures import CountedRule, most_blocks, quickest
 from torchckpt.planning.plan.pipeline import planned
 from torchckpt.planning.plan.problem import Problem, problem_of
 from torchckpt.planning.plan.result import PipelinePlan
@@ -25,10 +26,11 @@ from torchckpt.planning.plan.run.order import before_pairs, summed_as_given
 from torchckpt.planning.plan.run.repair import repaired
 from torchckpt.planning.step.memory import Curve, Level
 from torchckpt.planning.step.placement import without
+from torchckpt.planning.step.simulated import Step
 from torchckpt.planning.step.table import table_of
 from torchckpt.planning.step.timeline import Timeline
 from torchckpt.planning.work.block import Link, Stage
-from torchckpt.planning.work.choice import Choice, first_blocks
+from torchckpt.planning.work.choice import first_blocks
 from torchckpt.planning.work.host import Host
 
 __all__ = ["Fitted", "PlannedStep", "fitted", "peaks_of", "with_levels"]
@@ -60,7 +62,11 @@ class Fitted:
 
     @property
     def fits(self) -> bool:
-        return all(peak <= limit * (1 + _ROUNDING) for peak, limit in zip(self.peak_bytes, self.budget_bytes))
+        return _fit(self.peak_bytes, self.budget_bytes)
+
+
+def _fit(peaks: Iterable[float], limits: Iterable[float]) -> bool:
+    return all(peak <= limit * (1 + _ROUNDING) for peak, limit in zip(peaks, limits))
 
 
 def fitted(
@@ -107,36 +113,25 @@ def fitted(
         if not tries.go_on(problem, tried.peak_bytes):
             break
         left = min(left - 1, _MORE_TRIES) if best is not least else left - 1
-    same = _same_blocks(least, problem.within(tries.within), [step.schedule for step in took], beside)
     shortest = _repaired(best, min(plans, key=lambda plan: plan.step_seconds), beside)
-    plan = replace(shortest.plan, counted_rules=(_rule(least), _rule(same)))
+    plan = replace(shortest.plan, counted_rules=_rules(least, [step.schedule for step in took], beside))
     return replace(shortest, plan=plan, least_bytes=max(least.peak_bytes))
 
 
-def _same_blocks(
-    least: Fitted, problem: Problem, orders: Sequence[Schedule], beside: Mapping[Action, ExtraMemory]
-) -> Fitted:
-    """The shortest step that recomputes the same first blocks of every stage inside the backwards, of those that fit.
-    ``least`` recomputes all of them, and fits."""
-    fits = [least]
-    for order in map(without, orders):
-        for count in range(_most_blocks(problem)):
-            plan = PipelinePlan.of(problem, order, first_blocks(order, problem.stages, count))
-            tried = Fitted(plan, least.budget_bytes, peaks_of(plan, beside))
-            if tried.fits:
-                fits.append(tried)
-                break
-    return min(fits, key=lambda fit: fit.plan.step_seconds)
+def _rules(
+    least: Fitted, orders: Iterable[Schedule], beside: Mapping[Action, ExtraMemory]
+) -> tuple[CountedRule, CountedRule]:
+    """To recompute everything, as ``least`` does, which fits; and the same first blocks of every stage, if that is
+    shorter, inside the backwards of one of ``orders``."""
+    plan, problem = least.plan, least.plan.problem
 
+    def fits(step: Step) -> bool:
+        peaks = [peak_bytes(step, rank, beside) for rank in range(len(step.schedule.ranks))]
+        return _fit(peaks, least.budget_bytes)
 
-def _most_blocks(problem: Problem) -> int:
-    return max(len(stage.blocks) for stage in problem.stages)
-
-
-def _rule(fit: Fitted) -> CountedRule:
-    """What recomputes the first blocks of every stage: the most of any stage is their number."""
-    dropped = max(len(choice.late) for choice in fit.plan.choices.values() if isinstance(choice, Choice))
-    return CountedRule(fit.plan.step_seconds, dropped, fit.plan.peak_bytes)
+    every = CountedRule(plan.step_seconds, most_blocks(problem), plan.peak_bytes)
+    same = quickest(problem, range(max(1, most_blocks(problem))), map(without, orders), fits)
+    return every, min(every, same, key=attrgetter("step_seconds"))
 
 
 def _repaired(best: Fitted, shortest: PipelinePlan, beside: Mapping[Action, ExtraMemory]) -> Fitted:
@@ -207,7 +202,7 @@ def _recomputing_all(
     It depends on measured bytes alone, so that what is too small a budget does not differ from run to run.
     """
     within = problem.within(_at_least(problem, problem.least_bytes))
-    late = first_blocks(problem.schedule, problem.stages, _most_blocks(problem))
+    late = first_blocks(problem.schedule, problem.stages, most_blocks(problem))
     plans = [PipelinePlan.of(within, without(order), late) for order in orders]
     fits = [Fitted(plan, limits, peaks_of(plan, beside)) for plan in plans]
     return min(fits, key=lambda tried: max(map(_excess, tried.peak_bytes, limits)))
