@@ -109,15 +109,15 @@ class Record:
         spans_of_steps = []
         for step, replays in self.steps:
             inside: defaultdict[Visit, float] = defaultdict(float)
-            tails: defaultdict[tuple[Visit, bool], float] = defaultdict(float)
+            tails: defaultdict[Visit, float] = defaultdict(float)
             for replay in replays:
                 if not replay.is_early:
                     inside[replay.visit] += seconds(replay.end) - seconds(replay.start)
-                    tails[replay.visit, True] += seconds(replay.after_tail) - seconds(replay.end)
-            spans = [
-                Span(action, seconds(due), seconds(start), seconds(end) - tails[action.visit, action.kind in BACKWARDS])
-                for action, due, start, end in step
-            ]
+                    tails[replay.visit] += seconds(replay.after_tail) - seconds(replay.end)
+            spans = []
+            for action, due, start, end in step:
+                tail = tails[action.visit] if action.kind in BACKWARDS else 0.0
+                spans.append(Span(action, seconds(due), seconds(start), seconds(end) - tail))
             spans_of_steps.append(replays_apart(spans, inside))
         return spans_of_steps
 

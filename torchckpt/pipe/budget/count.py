@@ -190,12 +190,12 @@ class Count:
 
     @contextmanager
     def _replaying(self, visit: Visit, block: int, frame: Frame) -> Iterator[None]:
-        rank = self._placement[visit[0]]
-        counted = frame if visit[0] in self._saved else None
-        with self._live[rank].replaying(block, counted), self._records[rank].replaying(visit, block, frame):
+        rank, saved = self._placement[visit[0]], self._saved.get(visit[0])
+        counted = None if saved is None else frame
+        with self._live[rank].replaying(block, counted), self._records[rank].replaying(visit, block, counted):
             yield
-        if visit[1] == _COUNTED and visit[0] in self._saved:
-            self._saved[visit[0]].replayed(block, frame)
+        if saved is not None and visit[1] == _COUNTED:
+            saved.replayed(block, frame)
 
     @contextmanager
     def _watched(self, action: Action) -> Iterator[None]:
