@@ -383,7 +383,7 @@ def test_files_are_at_most_400_lines():
     assert statistics.median(lines.values()) < 180
 
 
-def test_functions_are_at_most_100_lines():
+def test_functions_are_at_most_75_lines():
     assert [function for function in FUNCTIONS if function[1] > 75] == []
     assert statistics.median(lines for _, lines in FUNCTIONS) <= 10
 

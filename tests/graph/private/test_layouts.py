@@ -70,8 +70,6 @@ def test_a_batch_norm_of_a_transposed_input_is_that_of_eager(read, norm):
 
 
 def test_nothing_is_left():
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     before = FakeTensorMode._dispatch_impl
     with eager_layouts():
         assert FakeTensorMode._dispatch_impl is not before

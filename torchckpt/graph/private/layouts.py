@@ -134,6 +134,9 @@ def _layouts() -> dict[Any, _Layout]:
         aten.mish_backward.default, aten.mse_loss.default, aten.smooth_l1_loss.default, aten.complex.default,
         aten.polar.default,
     )
+    elementwise_of_first = (
+        aten.binary_cross_entropy.default, aten.huber_loss.default, aten.log_sigmoid_backward.default,
+    )
     elementwise_from_second = (
         aten.leaky_relu_backward.default, aten.rsub.Tensor, aten.threshold_backward.default,
     )
@@ -144,11 +147,9 @@ def _layouts() -> dict[Any, _Layout]:
         **dict.fromkeys(as_second_argument, lambda result, args: _formatted(result, args[1])),
         **dict.fromkeys(contiguous, lambda result, args: result.contiguous()),
         **dict.fromkeys(elementwise, _elementwise),
+        **dict.fromkeys(elementwise_of_first, lambda result, args: _elementwise(result, args[:1])),
         **dict.fromkeys(elementwise_from_second, lambda result, args: _elementwise(result, (args[1], args[0]))),
-        aten.binary_cross_entropy.default: lambda result, args: _elementwise(result, args[:1]),
         aten.binary_cross_entropy_backward.default: lambda result, args: _elementwise(result, args[1:2]),
-        aten.huber_loss.default: lambda result, args: _elementwise(result, args[:1]),
-        aten.log_sigmoid_backward.default: lambda result, args: _elementwise(result, args[:1]),
         aten.ldexp.Tensor: _ldexp,
         aten.angle.default: lambda result, args: result.contiguous() if args[0].is_complex() else result,
     }
@@ -187,10 +188,12 @@ def _formatted(result: Tensor, like: Tensor) -> Tensor:
 
 def _normed(result: Tensor, data: Tensor) -> Tensor:
     """``result`` of a norm of ``data``, or of its backward; what has one dimension is left as it is."""
+    if result.dim() != data.dim():
+        return result
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(data.dim())
     if last is not None and data.is_contiguous(memory_format=last) and not data.is_contiguous():
-        return result.contiguous(memory_format=last) if result.dim() == data.dim() else result
-    return _formatted(result, data) if result.dim() == data.dim() else result
+        return result.contiguous(memory_format=last)
+    return _formatted(result, data)
 
 
 def _elementwise(result: Tensor, args: Sequence[Any]) -> Tensor:

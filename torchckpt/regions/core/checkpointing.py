@@ -340,11 +340,12 @@ def _given_back(outputs: Any, aliases: Sequence[tuple[Tensor, Tensor, int]]) -> 
 def _passed_themselves(function: Any, values: Sequence[Any]) -> set[int]:
     """The ids of the arguments that the function also holds, or that share memory with another that it gets or holds:
     what it does to one in place is in the graph of the other, too."""
-    inputs, others = [[v for v in values if isinstance(v, Tensor) is one] for one in (True, False)]
-    held = {id(tensor): tensor for tensor in (*_held_by(function), *tensors_in(others))}
+    inputs = [value for value in values if isinstance(value, Tensor)]
+    containers = [value for value in values if not isinstance(value, Tensor)]
+    held = {id(tensor): tensor for tensor in (*_held_by(function), *tensors_in(containers))}
     keys = {id(tensor): storage_key(tensor) or id(tensor) for tensor in (*inputs, *held.values())}
-    tensors = Counter(keys.values())
-    return {tensor for tensor, key in keys.items() if tensor in held or tensors[key] > 1}
+    sharing = Counter(keys.values())
+    return {tensor for tensor, key in keys.items() if tensor in held or sharing[key] > 1}
 
 
 def _held_by(function: Any) -> Iterator[Tensor]:
