@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
 
@@ -102,7 +103,7 @@ class TimelineFigures:
     waited_seconds: tuple[float, ...] = ()
     """The seconds that the compute of each rank waited for copies. They are part of its events."""
 
-    @property
+    @cached_property
     def step_seconds(self) -> float:
         return max((event.end_seconds for event in self.events), default=0.0)
 

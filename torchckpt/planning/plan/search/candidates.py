@@ -31,7 +31,7 @@ _PATIENT = (
 _SCARCE = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
 _ROUNDS = 3
 """A step is simulated so often with the same choices. Each time, ranks expect the arrivals of the time before."""
-_WORK, _FEWEST, _GAIN = 300_000, 40, 1e-3
+_WORK, _FEWEST, _GAIN = 300_000, 20, 1e-3
 """The actions to simulate in all. If these are fewer than ``_FEWEST`` steps of the schedule, then so many steps, and as
 many again after each step that is shorter by the share ``_GAIN``."""
 _PARTS = 8
@@ -104,6 +104,11 @@ class Search:
     def is_done(self) -> bool:
         return self.work <= 0 or self.best.step.step_seconds <= self.target_seconds
 
+    @property
+    def _limit_seconds(self) -> float:
+        """A step that takes longer than this is no better than the best."""
+        return self.best.step.step_seconds * (1 + _ROUNDING)
+
     def _simulated(
         self,
         reserves: tuple[Reserve, ...],
@@ -136,7 +141,7 @@ class Search:
             for strategy in _QUICK if len(kept) == len(chosen) else ():
                 if self.is_done:
                     return
-                self._offer(self._simulated(reserves, kept, strategy))
+                self._offer(self._simulated(reserves, kept, strategy, limit_seconds=self._limit_seconds))
 
     def _uniform(self) -> Iterator[tuple[int, int, str, str]]:
         most = self.most_blocks
@@ -156,8 +161,10 @@ class Search:
             for _ in range(_ROUNDS):
                 if self.is_done:
                     return
-                candidate = self._simulated_again(replace(candidate, strategy=strategy))
+                candidate = self._simulated_again(replace(candidate, strategy=strategy), self._limit_seconds)
                 self._offer(candidate)
+                if not candidate.step.is_complete:
+                    break
 
     @property
     def _has_room_for_all(self) -> bool:
@@ -171,7 +178,8 @@ class Search:
         for share, strategy in product(_SCARCE, (*_QUICK, *_PATIENT)):
             if self.is_done:
                 return
-            self._offer(self._simulated_again(replace(start, strategy=replace(strategy, memory_share=share))))
+            scarce = replace(strategy, memory_share=share)
+            self._offer(self._simulated_again(replace(start, strategy=scarce), self._limit_seconds))
 
     def _tune_ranks(self, current: Candidate, until: int) -> None:
         """For one rank after the other, take the reserve with the shortest step; the same for all visits of a rank."""
@@ -274,7 +282,7 @@ class Search:
     def _with_less_recompute(self) -> Candidate:
         """The best found. Where a rank can recompute less and the step gets no longer, it does."""
         best = self.best
-        limit = best.step.step_seconds * (1 + _ROUNDING)
+        limit = self._limit_seconds
         order, choice = ("first", "last") if self.is_equal else ("cheap", "cheap")
         for rank, lane in enumerate(self.lanes):
             reserve = lane.reserve(0, 0, order, choice)
@@ -283,7 +291,7 @@ class Search:
                 continue
             other = best.with_rank(rank, reserve, chosen)
             if other.recompute_seconds < best.recompute_seconds * (1 - _ROUNDING):
-                candidate = self._simulated_again(other)
+                candidate = self._simulated_again(other, limit)
                 if candidate.step.step_seconds <= limit:
                     best = candidate
         return best

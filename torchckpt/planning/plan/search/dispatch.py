@@ -54,6 +54,11 @@ class SimulatedStep:
     """The rank that sent each token, and the place of the sending action in ``done``."""
 
     @property
+    def is_complete(self) -> bool:
+        """Whether it was simulated to its end, within its limit."""
+        return self.step_seconds < _LONG
+
+    @property
     def sort_key(self) -> tuple[float, float]:
         """A key to compare steps, smaller is better: the seconds of the step, then how early messages arrive."""
         return self.step_seconds, sum(self.arrived)
