@@ -138,3 +138,16 @@ def test_forwards_without_a_backward_are_not_said_to_be_no_whole_steps() -> None
         warnings.simplefilter("error")
         for _ in range(5):
             no_backward(pipe)
+
+
+def test_that_the_graph_of_a_backward_does_not_count_is_said_once() -> None:
+    _, pipe = pair("wide", "80%")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            graph(pipe)
+        assert said == []
+        for _ in range(2):
+            grads = torch.autograd.grad(loss(pipe, batch()), list(pipe.parameters()), create_graph=True)
+            sum(grad.square().sum() for grad in grads).backward()
+    assert ["(create_graph=True)" in str(one.message) for one in said] == [True]

@@ -257,6 +257,8 @@ class Within:
 
     def reached(self, count: Count | None) -> None:
         """Note that a backward begins: that of the forward that ``count`` counts."""
+        if torch.is_grad_enabled():  # what a replay saves is held as long as the graph of its gradients
+            self._warn("a backward makes a graph (create_graph=True): what that holds is beyond the budget")
         if self._count is not None and self._count is not count:
             self._count.disturbed()  # [4]
 
