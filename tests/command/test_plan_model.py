@@ -237,7 +237,7 @@ def test_a_csv_says_the_schedule(capsys, tmp_path):
     file = tmp_path / "order.csv"
     file.write_text("\n".join(["0F0,0B0", "1F0,1B0", "2F0,2B0", "3F0,3B0", ""]), encoding="utf-8")
     text = printed(capsys, *TINY[:4], "--csv", str(file), "--budget", "100%")
-    assert "order: 4 stages on 4 ranks, 1 micro-batches" in text
+    assert "order: 4 stages on 4 ranks, 1 micro-batch\n" in text
 
 
 def test_a_mesh_has_a_share_of_each_stage(capsys):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torchckpt.command.shared import Parser, Unusable, add_command, count, line, say, say_json, shape
 from torchckpt.command.target import CONTRACT, Target, layers_at, running
 from torchckpt.errors import ArgumentError, named
+from torchckpt.planning.order.schedule import number_of
 
 if TYPE_CHECKING:
     from torchckpt.pipe import Balance
@@ -54,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
         layers = [{"name": name, balance.unit: cost} for name, cost in zip(balance.names, balance.costs)]
         say_json({"balance": balance, "layers": layers, "stages": balance.stage_costs})
         return
-    counts = f"{len(balance)} stages, {len(balance.costs)} layers"
+    counts = f"{number_of(len(balance), 'stage')}, {number_of(len(balance.costs), 'layer')}"
     say(f"{options.module}: {counts}\n\n{balance.table()}\n\nbalance={balance}")
 
 

@@ -105,8 +105,7 @@ def _schedule(options: argparse.Namespace) -> Schedule:
 
 
 def _described(schedule: Schedule, costs: Mapping[str, float]) -> str:
-    counted = f"{schedule.stages} stages, {schedule.micro_batches} micro-batches"
-    return f"{counted}; {', '.join(f'{name} {number(value)}' for name, value in costs.items())}"
+    return f"{schedule.counts}; {', '.join(f'{name} {number(value)}' for name, value in costs.items())}"
 
 
 def _write_pictures(comparison: Report, options: argparse.Namespace) -> None:

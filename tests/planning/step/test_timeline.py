@@ -31,7 +31,7 @@ def test_the_table_of_a_step_on_paper() -> None:
 
 def test_the_table_of_a_step_with_bytes() -> None:
     assert str(measured()).split("\n") == [
-        "gpipe, 2 stages, 1 micro-batches: step 201.7 ms",
+        "gpipe, 2 stages, 1 micro-batch: step 201.7 ms",
         "",
         "         forward  backward  recompute    idle  peak",
         "stage 0  31.3 ms   67.8 ms       0 ms  50.9 %  3 GB",

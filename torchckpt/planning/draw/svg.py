@@ -157,7 +157,7 @@ def _label_size(height: float) -> float:
 
 def _name(timeline: TimelineFigures) -> str:
     schedule = timeline.schedule
-    return f"{schedule.name}, {schedule.stages} stages, {schedule.micro_batches} micro-batches"
+    return f"{schedule.name}, {schedule.counts}"
 
 
 def _facts(timeline: TimelineFigures, first: TimelineFigures | None, units: Units) -> str:

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 from torchckpt.errors import Fault, brief
 
 __all__ = [
-    "BACKWARDS", "Action", "Kind", "Schedule", "Visit", "enough", "in_turn", "phases", "visits", "whole",
+    "BACKWARDS", "Action", "Kind", "Schedule", "Visit", "enough", "in_turn", "number_of", "phases", "visits", "whole",
 ]
 
 
@@ -70,6 +70,17 @@ class Schedule:
     @property
     def stages(self) -> int:
         return len(self.placement)
+
+    @property
+    def counts(self) -> str:
+        """Its stages and micro-batches, in words."""
+        return f"{number_of(self.stages, 'stage')}, {number_of(self.micro_batches, 'micro-batch')}"
+
+
+def number_of(count: int, noun: str) -> str:
+    """A number with its noun: "1 stage", "2 micro-batches"."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{count} {noun}{plural if count != 1 else ''}"
 
 
 def visits(stages: Sequence[int], m: int, together: int) -> list[Visit]:

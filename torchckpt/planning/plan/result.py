@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from torchckpt.planning.draw.svg import svg
 from torchckpt.planning.draw.units import Units, aligned, number, percent, units_for
 from torchckpt.planning.figures import Drawn
-from torchckpt.planning.order.schedule import Schedule
+from torchckpt.planning.order.schedule import Schedule, number_of
 from torchckpt.planning.plan.figures import PlanFigures
 from torchckpt.planning.plan.problem import Problem
 from torchckpt.planning.plan.stored import read, written
@@ -74,8 +74,9 @@ class PipelinePlan(PlanFigures, Drawn):
         return "\n".join([*(f"{line.ljust(width)}  {text}" for line, text in zip(lines, texts)), "", key])
 
     def __str__(self) -> str:
-        counts = f"{len(self.problem.stages)} stages on {len(self.schedule.ranks)} ranks, {self.schedule.micro_batches}"
-        head = f"{self.schedule.name}: {counts} micro-batches"
+        sizes = len(self.problem.stages), len(self.schedule.ranks), self.schedule.micro_batches
+        stages, ranks, batches = map(number_of, sizes, ("stage", "rank", "micro-batch"))
+        head = f"{self.schedule.name}: {stages} on {ranks}, {batches}"
         return "\n\n".join((head, self.by_stage(), aligned(self._by_rank()), self.summary))
 
     def _by_rank(self) -> list[tuple[str, ...]]:
@@ -115,7 +116,6 @@ class PipelinePlan(PlanFigures, Drawn):
         units, share = replace(self.units, digits=3), self.overhead(self.step_seconds) * 100
         least, most = (units.of_memory(max(step.peak_bytes)) for step in (after, before))
         change = f"for {abs(share):.1f} % {'less' if share <= -0.05 else 'more'} time"
-        counts = f"{self.schedule.stages} stages, {self.schedule.micro_batches} micro-batches"
         title, lines = "Everything fits, so nothing is recomputed", []
         if self.recomputed_share or self.moves:
             title = f"Peak memory {least} in place of {most}, {change}"
@@ -127,7 +127,7 @@ class PipelinePlan(PlanFigures, Drawn):
             budget_bytes=self.problem.budget_bytes,
             units=units,
             title=title,
-            subtitle=f"{self.schedule.name}: {counts}; planned within the budget of each rank",
+            subtitle=f"{self.schedule.name}: {self.schedule.counts}; planned within the budget of each rank",
             lines=lines,
         )
 

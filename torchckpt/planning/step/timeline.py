@@ -60,8 +60,7 @@ class Timeline(TimelineFigures, Drawn):
             times = (units.of_time(self._seconds_of(rank, kinds)) for _, kinds in _COLUMNS)
             peak = [units.of_memory(self.peak_bytes[rank])] if has_memory else []
             rows.append((row_name(schedule, rank), *times, percent(idle), *peak))
-        counts = f"{schedule.stages} stages, {schedule.micro_batches} micro-batches"
-        return f"{schedule.name}, {counts}: step {units.of_time(self.step_seconds)}\n\n{aligned(rows)}"
+        return f"{schedule.name}, {schedule.counts}: step {units.of_time(self.step_seconds)}\n\n{aligned(rows)}"
 
     @property
     def _units(self) -> Units:
