@@ -480,3 +480,11 @@ def test_the_boundary_is_a_part_of_what_is_saved(capsys):
     assert main([*SMALL, "--boundary", "2"]) == 2
     line = "--boundary is above 1, all of A; received: --boundary 2; works: --boundary 0.25"
     assert line in capsys.readouterr().err
+
+
+def test_a_step_that_takes_long_says_so_before_it_is_simulated(capsys, monkeypatch):
+    assert main(SMALL) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("torchckpt.command.simulate._MOST", 150)
+    assert main(SMALL) == 0
+    assert "a step of 4 forwards takes" in capsys.readouterr().err

@@ -135,10 +135,13 @@ def schedule_of_csv(options: argparse.Namespace, other: str, most: int) -> Sched
         if missing:
             works = "works: --schedule 1f1b --stages 4 --microbatches 8"
             raise Unusable(f"--schedule is given without {' and '.join(missing)}; {works}")
-        if options.stages * options.microbatches > most:
+        visits = options.stages * options.microbatches
+        if visits > most:
             received = f"--stages {options.stages} --microbatches {options.microbatches}"
             raise Unusable(f"--stages times --microbatches is above {most}; received: {received}; works: "
                            f"--microbatches {max(1, most // options.stages)}")
+        if visits > most // 40:
+            tell(f"a step of {visits:,} forwards takes from half a minute to several minutes to simulate")
         return None
     counts[f"--{other}"] = getattr(options, other)
     given = [name for name, value in counts.items() if value is not None]
