@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping
+from copy import copy
 from functools import cached_property
 
 from torch import fx
@@ -53,6 +54,7 @@ class GraphPlanner:
         self.inputs: Collection[int] = ()  # places of the traced inputs that are not parameters
         self.program: Hashable = None
         self._shares = shares
+        self._asked_bytes: int | None = None
 
     def cost(self, node: fx.Node) -> Cost:
         """The cost of an operation, with the bytes that it allocated when it was run on made-up numbers."""
@@ -64,15 +66,23 @@ class GraphPlanner:
         budget = self._first_bytes
         if budget is None and self._budget is not None:
             budget = in_bytes(self._budget, eager_peak_bytes)
+        if self._asked_bytes is None:
+            self._asked_bytes = budget
         with self.watch.planning(len(flow.operations)) as tell:
             schedule = tuple(self._schedule(values, budget, tell))
         names = {name: tuple(sorted(storages)) for name, storages in {**values.modules, **values.marks}.items()}
         self.plan = Plan(flow, schedule, values.paths, names, budget)
         if budget is not None and self.plan.peak_bytes > budget - _RESERVED_BYTES:
-            raise self._infeasible(joint, budget)
+            raise self._infeasible(joint, self._asked_bytes or budget)
         if budget is not None:
             self._shares[self.program] = budget
         return schedule
+
+    def within(self, budget_bytes: int) -> GraphPlanner:
+        """A planner of so many bytes, whose errors say what this one was asked for."""
+        other = copy(self)
+        other._first_bytes, other._shares = budget_bytes, {}
+        return other
 
     @cached_property
     def _first_bytes(self) -> int | None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torchckpt import graph
-from torchckpt.errors import CaptureError
+from torchckpt.errors import BudgetInfeasible, CaptureError
 from torchckpt.graph.private.dynamo import compile_lock
 from torchckpt.graph.run import backend, calls
 
@@ -112,6 +112,16 @@ def test_a_share_is_of_the_plan_that_has_room_for_kernels(monkeypatch):
 
     call = graph.rematerialize(Twice(), torch.randn(4, 3, 8, 8), budget="100%", engine="inductor")
     assert call.plan.peak_bytes <= call.plan.budget_bytes
+
+
+@by_kernels
+def test_the_least_that_an_error_names_has_room_for_kernels(monkeypatch):
+    monkeypatch.setattr("torch._inductor.cpu_vec_isa.valid_vec_isa_list", list)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    call = partial(graph.rematerialize, model, torch.randn(64, 16), engine="inductor")
+    with pytest.raises(BudgetInfeasible, match=r"(?s)received: 1, which is 1B;.*works:    budget=") as refused:
+        call(budget=1)
+    assert call(budget=refused.value.least_bytes).plan.peak_bytes <= refused.value.least_bytes
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo looks at it, of each input

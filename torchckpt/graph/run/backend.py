@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import ArgumentError, CaptureError, CheckpointError, Fault, called, raise_fault
+from torchckpt.errors import ArgumentError, BudgetInfeasible, CaptureError, CheckpointError, Fault, called, raise_fault
 from torchckpt.features import GRAPH, INDUCTOR
 from torchckpt.graph.annotations import hide_marks, restore_marks
 from torchckpt.graph.keep import Keep
@@ -197,6 +197,21 @@ def _emitted(module: fx.GraphModule, inputs: Sequence[Any], planner: GraphPlanne
 
 
 def _compiled(module: fx.GraphModule, inputs: Sequence[Any], planner: GraphPlanner) -> Callable[..., Any]:
+    try:
+        return _fitted(module, inputs, planner)
+    except BudgetInfeasible as error:
+        infeasible = error
+    for _ in range(_ATTEMPTS):  # the least of a plan is not that of its kernels
+        try:
+            _fitted(module, inputs, planner.within(int(infeasible.least_bytes)))
+        except BudgetInfeasible as error:
+            infeasible = error
+        else:
+            break
+    raise infeasible
+
+
+def _fitted(module: fx.GraphModule, inputs: Sequence[Any], planner: GraphPlanner) -> Callable[..., Any]:
     def workspace_bytes(node: fx.Node) -> int:
         return planner.cost(node).workspace_bytes
 
