@@ -80,3 +80,35 @@ def test_a_layer_finds_the_strides_of_the_plain_model(view, in_place, way, balan
         found, of_pipe = step(pipe, x, way)
         assert of_pipe == strides
         assert all(map(torch.equal, found, expected))
+
+
+class Turned(nn.Linear):
+    """Returns a view whose rows are columns in memory."""
+
+    def forward(self, x):
+        return super().forward(x).t().contiguous().t()
+
+
+class Adds(nn.Linear):
+    """Adds in place what it learns. The backward of that sums up a gradient, and a view's lies as the view does not."""
+
+    def forward(self, x):
+        return super().forward(x.add_(self.bias))
+
+
+@pytest.mark.parametrize("options", [{"budget": "100%"}, {"checkpoint": "always"}, {"checkpoint": "never"}], ids=str)
+@pytest.mark.parametrize("balance", [[3], [1, 2]], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_view_that_a_layer_changes_in_place_is_a_view_behind_a_copy_or_a_cut(way, balance, options):
+    torch.manual_seed(0)
+    plain = nn.Sequential(Turned(WIDTH, WIDTH), Adds(WIDTH, WIDTH), nn.Sequential(nn.Tanh()))
+    pipe, x = Pipe(copy.deepcopy(plain), balance, ["cpu"] * len(balance), 1, **options), torch.randn(40, WIDTH)
+    plain(x).square().mean().backward()
+    for _ in range(3):
+        if way == "step":
+            pipe.step(x, x, loss_fn=lambda output, _: output.square().mean())
+        else:
+            pipe(x).square().mean().backward()
+        pairs = zip(pipe.parameters(), plain.parameters())
+        assert all(torch.equal(found.grad, expected.grad) for found, expected in pairs)
+        pipe.zero_grad()

@@ -7,6 +7,9 @@ all its inputs, and notes which of them it changes. Inference tensors have no ve
 
 If an input shares memory with another tensor that crosses a cut, a copy would give other results than the plain layers.
 Changing such an input is an error in the forward.
+
+The backward of a change in place has other layouts, and so sums in other orders, where a view is changed. So an input
+that was a view, and that a copy or a cut has made no view, is one again for the layers.
 """
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import DEFAULT, Options
 from torchckpt.regions.private import storage_key
 from torchckpt.regions.state.layout import NamesModules, layout_of
-from torchckpt.tensors import PutBack, hides_tensors, tensors_of, tensors_of_pair
+from torchckpt.tensors import PutBack, copy_attributes, hides_tensors, tensors_of, tensors_of_pair
 
 __all__ = ["InFlight", "Memory", "Part", "Regions", "Replay", "StageCall", "Visited", "of_caller", "visit"]
 
@@ -167,11 +170,11 @@ def _visit_part(
     if passed:
         memory = memory._replace(shared=memory.shared | passed)
     if frame is not None:  # its replay needs them, and what comes next may have no frame
-        memory = Memory(memory.shared, frozenset(range(len(arrived))))
+        memory = memory._replace(kept=frozenset(range(len(arrived))))
     on_copies = bool(memory.kept)
     shared = memory.shared if on_copies or (is_cut and passed is not None) else None
     uncopied = memory.shared if passed is None else passed
-    call = StageCall(stage, StageSkips(batch.skips, fetch), on_copies, shared, uncopied)
+    call = StageCall(stage, StageSkips(batch.skips, fetch), on_copies, shared, uncopied, memory.views - uncopied)
     args, kwargs = batch.put_back(arrived)
     output, stashed = call(*args, **kwargs) if frame is None else frame.forward(call, args, kwargs)
     check(_output_faults(stage, output, is_cut and goes_to_cut))
@@ -179,7 +182,7 @@ def _visit_part(
     if batch.skips.are_any:
         leaving = tensors_of(output)[0]
         memory = memory.on_leaving(leaving, [*stashed.values(), *batch.skips.in_flight()], arrived)
-    elif memory.shared or memory.kept or len(tensors) > 1:  # false of most stages
+    elif any(memory) or len(tensors) > 1 or any(tensor._is_view() for tensor in tensors):  # false of most stages
         memory = memory.on_leaving(tensors, (), arrived)
     return Visited(tensors, put_back, batch.skips, memory)
 
@@ -223,12 +226,19 @@ class StageCall(NamesModules):
             allowed.
         uncopied: the indices of inputs that other parts of a stage read, too. None of these is copied: sums of three
             gradients round otherwise behind a copy.
+        views: the indices of others that were views when they left their stage.
     """
 
     def __init__(
-        self, stage: Stage, skips: StageSkips, on_copies: bool, shared: Collection[int] | None, uncopied: frozenset[int]
+        self,
+        stage: Stage,
+        skips: StageSkips,
+        on_copies: bool,
+        shared: Collection[int] | None,
+        uncopied: frozenset[int],
+        views: frozenset[int],
     ) -> None:
-        self._stage, self._skips, self._shared, self._uncopied = stage, skips, shared, uncopied
+        self._stage, self._skips, self._shared, self._uncopied, self._views = stage, skips, shared, uncopied, views
         self._known = stage.in_place if on_copies else None
         self._mode: Mode = ()
         self._copied: frozenset[int] | None = frozenset()  # None: all
@@ -238,7 +248,7 @@ class StageCall(NamesModules):
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[Name, Tensor]]:
         is_forward, self._is_forward = self._is_forward, False
-        if self._shared is None:
+        if self._shared is None and not self._views:
             arguments = tensors_of_pair((args, kwargs))[0] if self._skips.are_any else ()
             return self._skips.run(partial(self._run, args, kwargs, None), arguments)
         tensors, put_back = tensors_of_pair((args, kwargs))
@@ -252,8 +262,13 @@ class StageCall(NamesModules):
         copied = {*places} - leaves - self._uncopied
         if copied:
             tensors = tuple(_copy_of(tensor) if n in copied else tensor for n, tensor in enumerate(tensors))
+        if is_forward:
+            self._views = frozenset(n for n in self._views if is_graded and _can_be_view(tensors[n]))
+        if self._views:
+            tensors = tuple(_view_of(tensor) if n in self._views else tensor for n, tensor in enumerate(tensors))
+        if copied or self._views:
             args, kwargs = put_back(tensors)
-        if not is_forward:
+        if not is_forward or self._shared is None:
             return self._skips.run(partial(self._run, args, kwargs, None), tensors)
         watched = {n: (x, x._version) for n, x in enumerate(tensors) if not x.is_inference()}
         is_first, is_told = self._copied is None, len(watched) == len(tensors)
@@ -302,6 +317,14 @@ def _copy_of(tensor: Tensor) -> Tensor:
     return copy.copy_(once).expand_as(tensor)
 
 
+def _view_of(tensor: Tensor) -> Tensor:
+    return copy_attributes(tensor, tensor[...])  # view_as() may change the stride of a dimension of size one
+
+
+def _can_be_view(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not hasattr(tensor, "__tensor_flatten__") and not tensor._is_view()
+
+
 def _mode_of(call: StageCall, tensors: Sequence[Tensor]) -> Mode:
     """What may decide which of ``tensors`` the layers change: gradients, leaves, and what is in training."""
     layout = layout_of(call)
@@ -329,21 +352,27 @@ class Memory(NamedTuple):
     """Tensors that share memory with others that cross a cut, or with skips."""
     kept: frozenset[int] = _NONE
     """Tensors in the memory of the caller's tensors, or of inputs that an earlier region still needs for its replay."""
+    views: frozenset[int] = _NONE
+    """Tensors that are views, until they are copied or cut."""
 
     @classmethod
     def of_caller(cls, tensors: Sequence[Tensor]) -> Memory:
         shared = shared_places(tensors) if len(tensors) > 1 else _NONE
-        return cls(shared, frozenset(range(len(tensors))))
+        return cls(shared, frozenset(range(len(tensors))), _views_of(tensors))
 
     def on_leaving(
         self, leaving: Sequence[Tensor], in_flight: Sequence[Tensor], arrived: Sequence[Tensor]
     ) -> Memory:
         """The memory of the tensors ``leaving`` a stage that got ``arrived``, while the skips ``in_flight`` exist."""
-        is_alone = len(leaving) < 2 and not in_flight and not self.shared
+        is_alone, views = len(leaving) < 2 and not in_flight and not self.shared, _views_of(leaving)
         if is_alone and not self.kept:
-            return self
+            return Memory(views=views)
         others = [*in_flight, *(arrived[place] for place in self.shared)]
         shared = _NONE if is_alone else shared_places(leaving, others)
         homes = [storage_key(arrived[place]) for place in self.kept]
         stays = [n for n, tensor in enumerate(leaving) if (key := storage_key(tensor)) is not None and key in homes]
-        return Memory(shared, frozenset(stays))
+        return Memory(shared, frozenset(stays), views)
+
+
+def _views_of(tensors: Sequence[Tensor]) -> frozenset[int]:
+    return frozenset(place for place, tensor in enumerate(tensors) if tensor._is_view())
