@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchckpt.errors import RecomputationError
 from torchckpt.regions.core.slots import Slot, describe
 from torchckpt.regions.moved.copies import Bytes, goes_from
-from torchckpt.regions.private import negated, storage_key
+from torchckpt.regions.private import negated, set_version, storage_key
 from torchckpt.regions.state.boundary import Hooks
 from torchckpt.tensors import node_name
 
@@ -71,7 +71,8 @@ class MovedSlot(Slot):
             return super().unpack()
         tensor = self._again()
         if self.storages:
-            self._again, self.tensor, self.version = None, tensor, tensor._version
+            # A replay gets twins of it that count changes with it, from this version on.
+            self._again, self.tensor = None, set_version(tensor, self.version)
         return tensor
 
 
