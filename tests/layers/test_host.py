@@ -404,3 +404,13 @@ def test_a_host_with_room_for_few_of_many_calls_has_them(calls):
     within = partial(kept_within, step.peak_bytes(range(calls)) * 0.5)
     assert [len(best_away(step, link, 4.0 * room, within)[1]) for room in (1, 2, 5)] == [1, 2, 5]
     assert best_away(step, link, 3.9, within) is None
+
+
+def test_calls_behind_one_that_has_no_room_go():
+    step = took(6)
+    first = step.calls[0]._replace(inner_bytes=11.0, moved_bytes=10.0)
+    step, link = step._replace(calls=(first, *step.calls[1:])), MeasuredLink(30.0, 30.0, 0.0)
+    within = partial(kept_within, step.peak_bytes(()) + 6.0)
+    found = [best_away(step, link, host, within) for host in (4.0, 9.0, 100.0)]
+    assert [[each.call for each in away] for _, away in found] == [[1], [1, 2], [1, 2]]
+    assert best_away(step, link, 2.0, within) is None
