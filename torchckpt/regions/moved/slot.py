@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchckpt.errors import RecomputationError
 from torchckpt.regions.core.slots import Slot, describe
 from torchckpt.regions.moved.copies import Bytes, goes_from
+from torchckpt.regions.moved.private import dtensor_like
 from torchckpt.regions.private import negated, set_version, storage_key
 from torchckpt.regions.state.boundary import Hooks
 from torchckpt.tensors import node_name
@@ -134,6 +135,9 @@ def _maker(tensor: Any, storages: Mapping[int | None, Bytes]) -> Callable[[], An
     if names:
         inner, context = tensor.__tensor_flatten__()
         makers = {name: _maker(getattr(tensor, name), storages if name in names else {}) for name in inner}
+        if hasattr(tensor, "device_mesh"):
+            make, local = dtensor_like(tensor), makers[names[0]]
+            return lambda: make(local())
         return partial(_wrapper, type(tensor), makers, context, tensor.size(), tensor.stride())
     storage = storages.get(storage_key(tensor)) if type(tensor) is Tensor else None
     if storage is None:
