@@ -179,6 +179,31 @@ def test_what_a_layer_returns_stays_and_is_not_copied(accelerator):
     assert peaks[1] <= handle.report().peak_bytes
 
 
+class Seen(nn.Module):
+    """The last one that was called leaves what is inside of it where it can be seen."""
+
+    def __init__(self, seen) -> None:
+        super().__init__()
+        self.seen, self.first, self.second = seen, nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        self.seen[:] = [torch.tanh(self.first(x))]
+        return x + nn.functional.dropout(self.second(nn.functional.gelu(self.seen[0])), 0.1)
+
+
+@pytest.mark.accelerator
+def test_what_others_hold_until_the_next_call_does_not_go(accelerator):
+    seen: list[torch.Tensor] = []
+    model = nn.Sequential(*(Seen(seen) for _ in range(8))).to(accelerator)
+    model.register_forward_hook(lambda *_: seen.clear())
+    handle = checkpoint_layers(model, "*", budget="60%", host=HOST)
+    _, peaks = steps_of(model, accelerator)
+    plan = handle.report()
+    assert plan.away
+    assert peaks[1] <= plan.budget_bytes
+    assert peaks[3] == peaks[4] == plan.measured_peak_bytes <= plan.peak_bytes
+
+
 @pytest.mark.accelerator
 @pytest.mark.parametrize("host_bytes", [3 * 2**20, 5 * 2**20])
 def test_the_link_is_measured_within_the_bytes_of_the_host(accelerator, host_bytes):
@@ -379,3 +404,13 @@ def test_a_host_with_room_for_few_of_many_calls_has_them(calls):
     within = partial(kept_within, step.peak_bytes(range(calls)) * 0.5)
     assert [len(best_away(step, link, 4.0 * room, within)[1]) for room in (1, 2, 5)] == [1, 2, 5]
     assert best_away(step, link, 3.9, within) is None
+
+
+def test_calls_behind_one_that_has_no_room_go():
+    step = took(6)
+    first = step.calls[0]._replace(inner_bytes=11.0, moved_bytes=10.0)
+    step, link = step._replace(calls=(first, *step.calls[1:])), MeasuredLink(30.0, 30.0, 0.0)
+    within = partial(kept_within, step.peak_bytes(()) + 6.0)
+    found = [best_away(step, link, host, within) for host in (4.0, 9.0, 100.0)]
+    assert [[each.call for each in away] for _, away in found] == [[1], [1, 2], [1, 2]]
+    assert best_away(step, link, 2.0, within) is None

@@ -2,11 +2,12 @@
 
 A call that goes holds its bytes until the forward of a later one begins, and again from the backward of a later one on.
 Both are positions, so bytes do not depend on how fast copies are. The first calls go: they are away for the longest
-time. How many of them is tried; what is recomputed of the others is then chosen as without a host.
+time. How many of them is tried, also without the largest; what is recomputed of the others is then chosen as without a
+host.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from torchckpt.layers.took import Took
@@ -17,6 +18,9 @@ __all__ = ["Away", "best_away", "with_away"]
 _COUNTS = 16
 """So many calls to send are tried, and all fewer ones; and so many shares of all calls. That does not depend on the
 host, so more of it is never slower."""
+_HALVINGS = 4
+"""What goes is tried of all calls, of those that move half as much as the largest at most, of those that move a quarter
+and an eighth: the first call may have no room where others have."""
 
 
 class Away(NamedTuple):
@@ -79,11 +83,9 @@ def best_away(
     if alone is not None:
         best = _seconds(took, alone, (), link), alone, ()
     going = [place for place, call in enumerate(took.calls) if call.moved_bytes]
-    parts = range(1, _COUNTS + 1)
-    for count in sorted({*parts[: len(going)], *(-(-len(going) * part // _COUNTS) for part in parts)}):
-        chosen = frozenset(going[:count])
+    for chosen in _choices(took, going):
         if sum(took.calls[call].moved_bytes for call in chosen) > host_bytes:
-            break
+            continue
         held = frozenset(range(len(took.calls)))
         for _ in range(2):  # the second time with what is recomputed
             away = _placed(took, held, chosen, link)
@@ -94,6 +96,16 @@ def best_away(
             option = _seconds(took, held, away, link), held - chosen, away
             best = option if best is None or option[0] < best[0] else best
     return None if best is None or not best[2] else best[1:]
+
+
+def _choices(took: Took, going: Sequence[int]) -> Iterator[frozenset[int]]:
+    """Some of the calls that can go: the first ones, of those that move no more than so much."""
+    largest, parts = max((took.calls[call].moved_bytes for call in going), default=0.0), range(1, _COUNTS + 1)
+    limits = (largest / 2**halving for halving in range(_HALVINGS))
+    within = (tuple(call for call in going if took.calls[call].moved_bytes <= limit) for limit in limits)
+    for calls in filter(None, dict.fromkeys(within)):
+        for count in sorted({*parts[: len(calls)], *(-(-len(calls) * part // _COUNTS) for part in parts)}):
+            yield frozenset(calls[:count])
 
 
 def _placed(took: Took, held: Collection[int], going: Collection[int], link: MeasuredLink) -> tuple[Away, ...]:

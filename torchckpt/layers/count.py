@@ -157,10 +157,10 @@ class Counter:
         self._note(Kind.AFTER, call)
 
     def stay(self, call: int, outputs: Any) -> None:
-        """Note that a call has returned ``outputs``: the caller holds them, so they do not go."""
+        """Note that a call has returned ``outputs``: they do not go, nor does what somebody else holds now."""
         tensors, noted = tensors_in(outputs), self._noted.get(call, {})
         sizes = storages_of(tensors)
-        self._going.difference_update(sizes)
+        self._going.difference_update(sizes, [storage for storage in noted if not storage.expired()])
         self._returned.update(sizes)
         if not (self._is_blind or self._communicates_last):
             self._outputs[call] = sum(sizes[key] for key in sizes.keys() - self._inputs.claimed)

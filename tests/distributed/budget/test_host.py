@@ -110,6 +110,29 @@ def test_no_action_takes_more_than_planned(accelerator, name, budget, monkeypatc
     assert max(level.highest for level in schedule._phase.levels.values()) == peak_bytes(planned, 0, beside)
 
 
+class Cast(nn.Module):
+    """It saves a copy of its input in place of it, which a replay holds as well until its backward begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(SIZE, 2 * SIZE, dtype=torch.bfloat16)
+        self.second = nn.Linear(2 * SIZE, SIZE)
+
+    def forward(self, x):
+        return x + self.second(self.first(x.bfloat16()).relu().float() * 0.5)
+
+
+def test_no_backward_takes_more_than_planned_beside_what_its_replay_leaves(accelerator, monkeypatch):
+    measured = []
+    monkeypatch.setitem(globals(), "Block", Cast)
+    monkeypatch.setattr(fit_measured, "beside_of", lambda *args: measured.append(beside_of(*args)) or measured[-1])
+    _, schedule = trained(NAMES[0], accelerator, 6, budget="60%", host=HOST)
+    planned, (beside,) = schedule.plan.step, measured
+    assert planned.moves
+    for action, highest in zip(planned.schedule.ranks[0], highest_bytes(planned, 0, beside)):
+        assert schedule._phase.levels[action].highest <= highest, action
+
+
 def test_blocks_that_are_away_are_not_run_again(accelerator):
     _, schedule = trained(NAMES[0], accelerator, 4, budget="50%", host=HOST)
     recomputed = sum(len(schedule.plan.step.choice((0, i)).recomputed) for i in range(MICRO_BATCHES))

@@ -95,6 +95,18 @@ def test_what_is_kept_in_a_region_inside_goes_with_the_rest(device):
     loss.sum().backward()
 
 
+def test_what_is_kept_is_read_by_the_replay_of_each_region_around_it(call, device):
+    first, second = Block().to(device), Block().to(device)
+
+    def function(x):
+        return torchckpt.checkpoint(lambda x: torchckpt.checkpoint(inner, x).exp(), x.sin())
+
+    def inner(x):
+        return second(torchckpt.keep(first, x)).exp()
+
+    assert_transparent(call, function, leaf(3, 4, device=device), modules=[first, second])
+
+
 def test_keep_alone_is_the_plain_call(device):
     block = Block().to(device)
     assert_transparent(moved, lambda x: torchckpt.keep(block, x).sin(), leaf(3, 4, device=device), modules=[block])

@@ -128,6 +128,20 @@ def mesh():
 
 @with_gloo
 @pytest.mark.usefixtures("cpu_moves")
+def test_a_dtensor_that_flattens_a_sharded_dimension(mesh):
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    def gradient(call):
+        x = distribute_tensor(torch.arange(24.0).view(2, 3, 4), mesh, [Shard(1)]).requires_grad_()
+        out = call(lambda x: (x * 2).flatten(0, 1).sin().tanh(), x)
+        out.sum().backward()
+        return [x.grad.full_tensor(), out.full_tensor()]
+
+    assert_equal(gradient(moved), gradient(lambda f, x: f(x)))
+
+
+@with_gloo
+@pytest.mark.usefixtures("cpu_moves")
 def test_dtensors(mesh):
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 

@@ -124,12 +124,14 @@ def _finite(value: float) -> float | None:
 def _stored_stage(stage: Stage) -> dict[str, Any]:
     before, after = ({key: getattr(part, key) for key in _FIXED} for part in (stage.before, stage.after))
     blocks = [{key: value for key, value in asdict(block).items() if value is not None} for block in stage.blocks]
-    return {"blocks": blocks, "before": before, "after": after, "message_bytes": stage.message_bytes}
+    own = {key: getattr(stage, key) for key in ("message_bytes", "collective_seconds")}
+    return {"blocks": blocks, "before": before, "after": after, **own}
 
 
 def _stage(stored: dict[str, Any]) -> Stage:
     before, after = fixed(**stored["before"]), fixed(**stored["after"])
-    return Stage(tuple(Block(**block) for block in stored["blocks"]), before, after, stored["message_bytes"])
+    own = stored["message_bytes"], stored.get("collective_seconds", 0.0)  # missing in plans of earlier releases
+    return Stage(tuple(Block(**block) for block in stored["blocks"]), before, after, *own)
 
 
 def _amounts(stored: Sequence[object], ranks: int) -> tuple[float, ...]:

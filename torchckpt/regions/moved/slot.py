@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torchckpt.errors import RecomputationError
 from torchckpt.regions.core.slots import Slot, describe
 from torchckpt.regions.moved.copies import Bytes, goes_from
-from torchckpt.regions.private import negated, storage_key
+from torchckpt.regions.moved.private import dtensor_like
+from torchckpt.regions.private import negated, set_version, storage_key
 from torchckpt.regions.state.boundary import Hooks
 from torchckpt.tensors import node_name
 
@@ -71,7 +72,8 @@ class MovedSlot(Slot):
             return super().unpack()
         tensor = self._again()
         if self.storages:
-            self._again, self.tensor, self.version = None, tensor, tensor._version
+            # A replay gets twins of it that count changes with it, from this version on.
+            self._again, self.tensor = None, set_version(tensor, self.version)
         return tensor
 
 
@@ -133,6 +135,9 @@ def _maker(tensor: Any, storages: Mapping[int | None, Bytes]) -> Callable[[], An
     if names:
         inner, context = tensor.__tensor_flatten__()
         makers = {name: _maker(getattr(tensor, name), storages if name in names else {}) for name in inner}
+        if hasattr(tensor, "device_mesh"):
+            make, local = dtensor_like(tensor), makers[names[0]]
+            return lambda: make(local())
         return partial(_wrapper, type(tensor), makers, context, tensor.size(), tensor.stride())
     storage = storages.get(storage_key(tensor)) if type(tensor) is Tensor else None
     if storage is None:

@@ -193,8 +193,9 @@ def _highest_of_pieces(
         rises = piece.rises
         if kind is Kind.FORWARD and block not in recomputed and (block, True) in pieces:
             rises = max(piece.leaves, replay.rises)
-        elif kind is Kind.BACKWARD and block in recomputed:
-            rises = max(rises, replay.rises)
+        elif kind is Kind.BACKWARD:  # which begins where the replay has ended
+            rises += max(0.0, replay.leaves)
+            rises = max(rises, replay.rises) if block in recomputed else rises
         yield highest + before + rises
         before += piece.leaves + replay.leaves
 
