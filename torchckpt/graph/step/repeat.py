@@ -122,7 +122,8 @@ def _has_gaps(node: fx.Node) -> bool:
 
 def _is_formatted(traced: Tensor) -> bool:
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return traced.is_contiguous() or traced.is_contiguous(memory_format=formats.get(traced.dim(), torch.contiguous_format))
+    formatted = traced.is_contiguous(memory_format=formats.get(traced.dim(), torch.contiguous_format))
+    return traced.is_contiguous() or formatted
 
 
 def _drop_all(node: fx.Node, outputs: dict[int, fx.Node]) -> None:
