@@ -61,6 +61,16 @@ def test_a_model_that_is_compiled_as_a_whole(model):
         checkpoint_layers(model, "layers.*", budget="1GB")
 
 
+def test_a_lazy_layer_has_no_bytes_to_count_before_its_first_call():
+    model, x = nn.Sequential(*(nn.LazyLinear(16) for _ in range(4))), torch.randn(4, 16)
+    for layers in (["*"], []):
+        with pytest.raises(ArgumentError, match=r"0.weight has none yet\n.*model\(\*inputs\), once, before"):
+            checkpoint_layers(model, *layers, budget="60%")
+    model(x)
+    with checkpoint_layers(model, "*", budget="100%"):
+        gradients(model, x)
+
+
 def test_a_budget_below_the_least_says_so_before_the_second_step(model):
     x = torch.randn(4, 32, 16)
     with checkpoint_layers(model, "layers.*", budget="1kB"):

@@ -112,3 +112,12 @@ def test_a_backward_that_compiled_autograd_compiles_tells_nothing(x, fresh_dynam
         assert all(map(torch.equal, gradients(model, x), expected))
     assert handle.plan.kept
     handle.remove()
+
+
+@pytest.mark.filterwarnings("error")
+def test_weights_of_a_functional_call_are_not_asked_for_gradients():
+    model, x = nn.Sequential(*(Wide(16, 64) for _ in range(4))), torch.randn(8, 16)
+    with torchckpt.checkpoint_layers(model, "*", budget="100%"):
+        for _ in range(3):
+            doubled = {name: parameter * 2 for name, parameter in model.named_parameters()}
+            torch.func.functional_call(model, doubled, (x,)).sum().backward()

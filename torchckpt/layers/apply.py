@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence, Set
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from torchckpt.errors import CheckpointError, Fault, called
 from torchckpt.layers.find import repeated
@@ -180,6 +181,10 @@ def _budget_faults(
         if is_compiled(model):
             works = "for layer in model.layers: layer.compile(); or graph.backend(budget=...)"
             yield Fault("the model is compiled as a whole, so no call of a layer is seen", type(model).__name__, works)
+        lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
+        if lazy:
+            works = f"model(*inputs), once, before {CALLER}(..., budget=...)"
+            yield Fault("a parameter has no shape yet", f"{lazy[0]} has none yet", works)
         if any(module.__dict__.get(ENTER) is not None for module in model.modules()):
             rule = "layers of the model have a budget already"
             yield Fault(rule, f"a second {CALLER}(..., budget=...)", "handle.remove() first")

@@ -84,7 +84,8 @@ class ModelSettings:
     def has_gradients(self) -> bool:
         """Whether a parameter has one already: the step need not make it."""
         modules = [module for module in (each() for each in self._modules) if module is not None]
-        return any(parameter is not None and parameter.grad is not None for parameter in _parameters_of(modules))
+        own = (parameter for parameter in _parameters_of(modules) if parameter is not None and parameter.is_leaf)
+        return any(parameter.grad is not None for parameter in own)  # torch warns of that of others (functional_call)
 
     @property
     def gathered(self) -> list[nn.Parameter]:

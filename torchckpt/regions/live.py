@@ -90,7 +90,8 @@ class LiveStorages(DispatchMode):
         return max(0, lost) if self.allocator else 0
 
     def _bytes_of_gradients(self, parameters: Iterable[Tensor]) -> int:
-        found = [each.grad for each in parameters if each.grad is not None and each.device == self._device]
+        own = [each for each in parameters if each.is_leaf and each.device == self._device]
+        found = [each.grad for each in own if each.grad is not None]
         return bytes_of(each for each in found if each._base is None)  # those of DDP are views of its buckets
 
     def note(self, tree: Any, besides: Any = None) -> None:

@@ -141,6 +141,26 @@ def test_norms(norm, dtype):
     assert plan.recomputed
 
 
+class Transposed(nn.Module):
+    """A norm of what lies another way."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x):
+        return self.norm(x.unflatten(0, (8, 8)).mT).mT.flatten(0, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *slow([torch.float64])])
+@pytest.mark.parametrize("around", [lambda norm: norm, Transposed])
+def test_norm_with_weights_that_round(around, dtype):
+    norm = nn.BatchNorm1d(16)
+    nn.init.normal_(norm.weight), nn.init.normal_(norm.bias)
+    plan = same(between(around(norm)), torch.randn(64, 16), dtype)
+    assert "native_batch_norm" in "".join(plan.recomputed)
+
+
 def test_norm_in_evaluation_is_repeated_as_it_is():
     norm = nn.BatchNorm1d(16)
     norm.running_mean.normal_()

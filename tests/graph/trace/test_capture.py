@@ -17,6 +17,7 @@ from torchckpt.graph.step.costs import roofline
 from torchckpt.graph.step.halves import Halves
 from torchckpt.graph.trace.capture import Capture
 from torchckpt.regions.flags import local
+from torchckpt.regions.live import LiveStorages
 
 
 def capture(function, *tensors, data=None):
@@ -208,6 +209,13 @@ class Deciding(nn.Linear):
 
 def test_line_of_a_model_that_looks_at_values():
     with pytest.raises(CaptureError) as caught:
+        graph.rematerialize(Deciding(3, 3), torch.randn(2, 3))
+    assert line("if h.sum() > 0:", caught.value)
+
+
+def test_line_of_a_model_below_a_counted_step():
+    """Operators pass a mode of this package there."""
+    with LiveStorages(torch.device("cpu")), pytest.raises(CaptureError) as caught:
         graph.rematerialize(Deciding(3, 3), torch.randn(2, 3))
     assert line("if h.sum() > 0:", caught.value)
 

@@ -231,6 +231,27 @@ def test_a_number_that_is_dynamic():
     assert torch.autograd.grad(outputs.sin().sum(), x)[0].equal(expected[0])
 
 
+MADE = {
+    "arange": lambda x: nn.functional.embedding(torch.arange(4), x),
+    "linspace": lambda x: x * torch.linspace(0, 1, 4),
+    "eye": lambda x: x * torch.eye(4),
+    "rand": lambda x: x * torch.rand(4),
+    "randperm": lambda x: x[torch.randperm(4)],
+}
+
+
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
+def test_a_tensor_that_compiled_code_makes(make):
+    """As that of a number: torch counts versions otherwise in the call that compiles."""
+    x, made = leaf(4, 4), torch.compile(lambda x: make(x).sin(), backend="aot_eager")
+    for _ in range(2):  # the first compiles
+        torch.manual_seed(0)
+        (expected,) = torch.autograd.grad(make(x).sin().sum(), x)
+        torch.manual_seed(0)
+        outputs = checkpoint(made, x)
+        assert torch.autograd.grad(outputs.sum(), x)[0].equal(expected)
+
+
 def test_a_number_outside_that_changes_is_an_error():
     scale, x = torch.ones(()), leaf(3)
     outputs = checkpoint(lambda x: x * scale, x)

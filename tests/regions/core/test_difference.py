@@ -395,6 +395,23 @@ def test_the_error_names_both_operations_and_their_lines_in_five_lines(case):
     assert re.match(r"  works:         \(1\) .*; \(2\) .*; \(3\) ", works)
 
 
+class Keys:
+    """A cache of keys, as transformers passes to its layers."""
+
+    def __init__(self):
+        self.keys = [torch.ones(1, 4)]
+
+    def update(self, more):
+        self.keys.append(more)
+        return torch.cat(self.keys)
+
+
+def test_a_cache_among_the_arguments_is_the_likeliest_where_another_operation_saves_what_it_holds():
+    outputs = checkpoint(lambda x, cache: (x @ cache.update(x).mT).sum(-1), leaf(3, 4), Keys())
+    with pytest.raises(RecomputationError, match=r"likely: +\(1\) a cache that grew.*\n.*\(1\) use_cache=False, or "):
+        outputs.sum().backward()
+
+
 def test_without_debug_all_but_the_line_of_the_forward_is_known(case):
     _, forward, replay, *_ = message_of(case)
     operation, _ = case.forward

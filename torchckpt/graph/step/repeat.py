@@ -117,9 +117,13 @@ def under_autograd(target: Any, /, *args: Any) -> Any:
 def _has_gaps(node: fx.Node) -> bool:
     """Whether the traced result is on a CPU, and neither contiguous nor channels last."""
     traced = node.meta["val"][0]
+    return traced.device.type == "cpu" and not _is_formatted(traced)
+
+
+def _is_formatted(traced: Tensor) -> bool:
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     formatted = traced.is_contiguous(memory_format=formats.get(traced.dim(), torch.contiguous_format))
-    return traced.device.type == "cpu" and not (traced.is_contiguous() or formatted)
+    return traced.is_contiguous() or formatted
 
 
 def _drop_all(node: fx.Node, outputs: dict[int, fx.Node]) -> None:
@@ -162,12 +166,16 @@ def _batch_norm(node: fx.Node, outputs: dict[int, fx.Node]) -> Repeat:
 
     Otherwise run the whole batch norm again, without an update of its running statistics. On a CPU, the kernel for
     evaluation mode scales and shifts as the one for training does, with the same bits. It gets the deviation as a part
-    of the weight: computed anew from a variance, the deviation would differ.
+    of the weight: computed anew from a variance, the deviation would differ. What is not contiguous has a kernel that
+    scales twice, by the deviation and by the weight, and so rounds twice.
     """
-    data, weight, bias, _, _, training, momentum, eps = node.args
+    data, weight, bias, running_mean, running_var, training, momentum, eps = node.args
     mean, deviation = outputs.get(1), outputs.get(2)
-    values = [part.meta["val"] for part in nodes_in((data, weight, bias, mean))]
-    is_plain = all(value.device.type == "cpu" and value.dtype in (torch.float32, torch.float64) for value in values)
+    values = [part.meta["val"] for part in nodes_in((data, weight, bias, running_mean, running_var, mean))]
+    is_plain = all(
+        value.device.type == "cpu" and value.dtype in (torch.float32, torch.float64) and _is_formatted(value)
+        for value in values
+    )
     if mean is None or deviation is None or 0 not in outputs or not is_plain:
         written = tuple(outputs[place] for place in range(3) if place in outputs)
 

@@ -57,11 +57,13 @@ def _kind(slot: Slot | None, tensor: Tensor | None) -> str:
 # the errors -----------------------------------------------------------------------------------------------------------
 
 
-def differs(function: Function, slots: Sequence[Slot], number: int, difference: Difference) -> RecomputationError:
-    """The error for saved tensor ``number`` (from 0)."""
+def differs(
+    function: Function, slots: Sequence[Slot], number: int, difference: Difference, finds_others: bool
+) -> RecomputationError:
+    """The error for saved tensor ``number`` (from 0). ``finds_others``: an argument holds other tensors by then."""
     slot = slots[number] if number < len(slots) else None
     then, operation = (None, "") if slot is None else (slot.place, _operation_of(slot))
-    now, kinds = difference.place, difference.kind
+    now, kinds = difference.place, f"{difference.kind}{' argument' * finds_others}"
     if operation and difference.operation not in ("", operation):
         kinds = f"{kinds} operation".replace("version", "values")  # of two operations, versions tell nothing
     places = [place for place in (then, now) if place is not None]
@@ -118,14 +120,17 @@ _GROWS = "Cat|Stack|Slice|Select|Narrow|IndexPut|Expand|Repeat"
 _DRAWS = "[dD]ropout|Bernoulli|[rR][rR]elu|Rand|Normal|Uniform|Multinomial|gumbel"
 _ADDS = "Scatter|IndexAdd|IndexPut|IndexReduce|Cumsum|Interpolate|Upsample|Grid"
 
+_CACHE = "a cache that grew (keys and values)", f"use_cache=False, or {_GUARD}"
+
 _CAUSES = (  # the kinds of differences and the operations that it explains, both as patterns; the cause; a fix
+    ("argument", "", *_CACHE),
     ("version", "", "a tensor from outside that the function itself writes (out=, clamp_)", _AS_ARGUMENT),
     ("weight", "", "a weight that changed since the forward (optimizer, EMA, .data)", _LATER),
     ("dtype", "", "autocast that the function enters in one of the two only", "enter it in both, or outside"),
     ("dtype", "", "a module that was cast since the forward (.bfloat16())", _LATER),
     ("device", "", "a module that was moved since the forward (.to(), .cpu())", _LATER),
     ("shape|operation|end", _CHOOSES, "a choice that differs (a router's counts)", "torchckpt.keep(router, x)"),
-    ("shape|operation|end", _GROWS, "a cache that grew (keys and values)", f"use_cache=False, or {_GUARD}"),
+    ("shape|operation|end", _GROWS, *_CACHE),
     ("operation|end", "Attention|Softmax|Bmm", "sdpa_kernel around the forward only", "enter it in the function"),
     ("operation|end", "dropout|atch_?[nN]orm", "training= that changed since the forward", _LATER),
     ("operation|end|values", _DRAWS, "random numbers that no replay draws again", "preserve_rng_state=True"),
@@ -139,6 +144,7 @@ _CAUSES = (  # the kinds of differences and the operations that it explains, bot
 
 def _advice(kinds: str, runs: str = "") -> str:
     """The three likeliest causes, the first that explain ``kinds`` where ``runs`` has run, and their fixes."""
-    likely = [row[2:] for row in _CAUSES if re.search(row[0], kinds) and re.search(row[1], runs)][:3]
+    rows = (row[2:] for row in _CAUSES if re.search(row[0], kinds) and re.search(row[1], runs))
+    likely = [*dict.fromkeys(rows)][:3]
     causes, fixes = ("; ".join(f"({number}) {text}" for number, text in enumerate(texts, 1)) for texts in zip(*likely))
     return f"  likely:        {causes}\n  works:         {fixes}"

@@ -216,7 +216,8 @@ class Frame:
         # A function may run a backward itself, before its forward has returned. Then not all slots exist yet.
         stops = self._options.early_stop or not self._returned
         fresh: SavedTensors = []
-        by_values = self._by_values or (checked and call.finds_other_tensors())
+        finds_others = checked and call.finds_other_tensors()
+        by_values = self._by_values or finds_others
         different: list[Difference] = []  # at most one, which is raised when its operation is known, or at the end
 
         def pack(tensor: Tensor) -> Tensor:
@@ -266,7 +267,7 @@ class Frame:
             different.append(Difference(slots[len(fresh)]))
         if different:
             different[0].is_named_by(tensors_in(outputs))
-            raise differs(call.function, slots, len(fresh), different[0])
+            raise differs(call.function, slots, len(fresh), different[0], finds_others)
         return fresh
 
 

@@ -23,7 +23,7 @@ class Slot:
     The graph node that saved the tensor owns the slot, so a recomputed tensor lives as long as a saved tensor in eager.
     """
 
-    __slots__ = ("device", "dtype", "fingerprint", "number", "shape", "tensor", "version")
+    __slots__ = ("device", "dtype", "fingerprint", "shape", "tensor", "version")
     place: Place | None = None
     operation = ""
 
@@ -32,7 +32,6 @@ class Slot:
         self.version = tensor._version  # when it was saved, in the forward and in the replay alike
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.fingerprint = fingerprint(tensor) if values else sample(tensor) if sampled else None
-        self.number = tensor if not self.shape and _is_number(tensor) else None
 
     def unpack(self) -> Tensor:
         """Return the tensor. Raises, as eager autograd does, if it was changed in place after it was saved."""
@@ -55,23 +54,12 @@ class Slot:
         values = values and self.fingerprint is not None
         if tensor._version == self.version and not values:
             return True
-        # A norm layer's buffers have moved on since the forward; its gradients do not depend on them.
-        return is_statistic(tensor) or (
-            (tensor._version == self.version or is_made_here(tensor) or self._is_same_number(tensor))
-            and (not values or self._has_values_of(tensor))
-        )
-
-    def _is_same_number(self, tensor: Tensor) -> bool:
-        """Whether both are tensors of one number, of which none has changed. Dynamo makes one of each number that it
-        takes for dynamic, which has version 0 in the call that compiles, and 1 in others."""
-        number = self.number
-        return (
-            number is not None
-            and number._version == self.version
-            and _is_number(tensor)
-            and number.data_ptr() != tensor.data_ptr()
-            and torch.equal(number, tensor)
-        )
+        if is_statistic(tensor):
+            return True  # a norm layer's buffers have moved on since the forward; its gradients do not depend on them
+        if tensor._version == self.version or is_made_here(tensor):
+            return not values or self._has_values_of(tensor)
+        # What compiled code makes, such as `arange`, has other versions in the call that compiles, which has checksums.
+        return isinstance(self.fingerprint, int) and self._has_values_of(tensor)
 
     def _has_values_of(self, tensor: Tensor) -> bool:
         then = self.fingerprint
@@ -154,11 +142,6 @@ def _is_near(then: Tensor, now: Tensor) -> bool:
     then, now = then.float(), now.float()
     most = float(then.nan_to_num(0.0, 0.0, 0.0).abs().max())
     return torch.allclose(then, now, rtol=0.02, atol=0.02 * most, equal_nan=True)
-
-
-def _is_number(tensor: Tensor) -> bool:
-    """Whether a tensor without dimensions may be what Python code made of a number."""
-    return type(tensor) is Tensor and tensor.is_cpu and tensor.is_leaf and not tensor.requires_grad
 
 
 def _is_read(tensor: Tensor) -> bool:

@@ -33,7 +33,6 @@ class MovedSlot(Slot):
 
     def __init__(self, tensor: Tensor, stream: torch.Stream | None = None) -> None:
         super().__init__(tensor, False)
-        self.number = None  # nothing is replayed
         self.tensor = tensor if tensor.is_leaf and tensor.requires_grad else tensor.detach()
         self.storages: list[Bytes] = []
         """Those of the tensor that move."""
