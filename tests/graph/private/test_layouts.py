@@ -187,7 +187,7 @@ def test_what_is_changed_in_place_lies_as_before_under_a_backend():
     compare(net, torch.compile(net, backend=graph.backend(inner="eager"), dynamic=False), x)
 
 
-@pytest.mark.skipif(torch.__version__ >= "2.15", reason="a trace has another formula there (docs/limits.md)")
+@pytest.mark.skipif(torch.__version__ >= "2.14", reason="a trace has another formula there (docs/limits.md)")
 def test_what_a_formula_of_autograd_changes_in_place_lies_as_before():
     """That of a maximum fills a gradient in place. What is summed over it is summed in the order of memory."""
 
