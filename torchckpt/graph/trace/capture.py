@@ -8,6 +8,7 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from threading import Condition, get_ident
 from typing import Any, NoReturn
 
@@ -15,7 +16,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-import torchckpt
 from torchckpt.errors import CaptureError, Fault, text_of, without_generators
 from torchckpt.features import GRAPH
 from torchckpt.graph.annotations import Tracing
@@ -236,7 +236,7 @@ def _raise(rule: str, error: Exception, works: str) -> NoReturn:
 
 def _place_of(error: Exception) -> str:
     """The last line of the user's code in the traceback; without one, the line of the torch layer."""
-    ours = (os.path.dirname(torch.__file__), os.path.dirname(torchckpt.__file__))
+    ours = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[2]))
     every = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in every if not frame.filename.startswith(ours)]
     layers = os.path.join(ours[0], "nn")
