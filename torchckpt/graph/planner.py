@@ -54,7 +54,7 @@ class GraphPlanner:
         self.inputs: Collection[int] = ()  # places of the traced inputs that are not parameters
         self.program: Hashable = None
         self._shares = shares
-        self._asked_bytes: int | None = None
+        self._within_bytes: int | None = None
 
     def cost(self, node: fx.Node) -> Cost:
         """The cost of an operation, with the bytes that it allocated when it was run on made-up numbers."""
@@ -63,17 +63,16 @@ class GraphPlanner:
     def __call__(self, joint: Joint) -> Schedule:
         flow, values = joint.flow, Values(joint)
         eager_peak_bytes = simulate(flow, flow.eager).peak_bytes + _RESERVED_BYTES
-        budget = self._first_bytes
-        if budget is None and self._budget is not None:
-            budget = in_bytes(self._budget, eager_peak_bytes)
-        if self._asked_bytes is None:
-            self._asked_bytes = budget
+        asked = self._first_bytes
+        if asked is None and self._budget is not None:
+            asked = in_bytes(self._budget, eager_peak_bytes)
+        budget = asked if self._within_bytes is None else self._within_bytes
         with self.watch.planning(len(flow.operations)) as tell:
             schedule = tuple(self._schedule(values, budget, tell))
         names = {name: tuple(sorted(storages)) for name, storages in {**values.modules, **values.marks}.items()}
         self.plan = Plan(flow, schedule, values.paths, names, budget)
         if budget is not None and self.plan.peak_bytes > budget - _RESERVED_BYTES:
-            raise self._infeasible(joint, self._asked_bytes or budget)
+            raise self._infeasible(joint, asked or budget)
         if budget is not None:
             self._shares[self.program] = budget
         return schedule
@@ -81,7 +80,7 @@ class GraphPlanner:
     def within(self, budget_bytes: int) -> GraphPlanner:
         """A planner of so many bytes, whose errors say what this one was asked for."""
         other = copy(self)
-        other._first_bytes, other._shares = budget_bytes, {}
+        other._within_bytes, other._shares = budget_bytes, {}
         return other
 
     @cached_property

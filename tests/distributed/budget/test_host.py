@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -12,8 +13,9 @@ from tests.distributed.stages import SINGLE, Stage, equal, gradients_of, loss_of
 from tests.settings import with_gloo
 from tests.slow import slow, slow_but
 from torchckpt import checkpoint_module
-from torchckpt.distributed import recompute_ahead
+from torchckpt.distributed import phases, recompute_ahead
 from torchckpt.errors import ArgumentError, BudgetInfeasible, CheckpointError, ScheduleError
+from torchckpt.planning import Kind
 from torchckpt.planning.plan.run import fit_measured
 from torchckpt.planning.plan.run.extra_memory import beside_of, highest_bytes, peak_bytes
 from torchckpt.regions.moved.copies import copies_of
@@ -108,6 +110,36 @@ def test_no_action_takes_more_than_planned(accelerator, name, budget, monkeypatc
     for action, highest in zip(planned.schedule.ranks[0], highest_bytes(planned, 0, beside)):
         assert schedule._phase.levels[action].highest <= highest, action
     assert max(level.highest for level in schedule._phase.levels.values()) == peak_bytes(planned, 0, beside)
+
+
+def with_seconds(monkeypatch, seconds, rate):
+    """Plan as if each part of a block took so long and nothing else did, with so many bytes a second both ways."""
+
+    def at_once(part):
+        return replace(part, forward_seconds=0.0)
+
+    def fitted(order, stages, links, budget, took, tied, pairs, host):
+        names = "forward_seconds", "input_grad_seconds", "weight_grad_seconds", "recompute_seconds"
+        timed = []
+        for stage in stages:
+            blocks = tuple(replace(block, **dict.fromkeys(names, seconds)) for block in stage.blocks)
+            timed.append(replace(stage, blocks=blocks, before=at_once(stage.before), after=at_once(stage.after)))
+        host = replace(host, out=rate, back=rate, drag=0.0)
+        return fit_measured.fitted(order, timed, links, budget, took, tied, pairs, host)
+
+    monkeypatch.setattr(phases, "fitted", fitted)
+
+
+def test_what_a_backward_takes_is_not_there_before_its_first_release(accelerator, monkeypatch):
+    measured = []
+    with_seconds(monkeypatch, 1e-3, 2e8)
+    monkeypatch.setattr(fit_measured, "beside_of", lambda *args: measured.append(beside_of(*args)) or measured[-1])
+    _, schedule = trained(NAMES[0], accelerator, 6, budget="50%", host=HOST)
+    planned, (beside,), levels = schedule.plan.step, measured, schedule._phase.levels
+    assert planned.moves
+    of_actions = dict(zip(planned.schedule.ranks[0], highest_bytes(planned, 0, beside)))
+    backwards = [action for action in of_actions if action.kind is Kind.BACKWARD]
+    assert [of_actions[action] for action in backwards] == [levels[action].highest for action in backwards]
 
 
 class Cast(nn.Module):

@@ -122,6 +122,9 @@ def test_the_least_that_an_error_names_has_room_for_kernels(monkeypatch):
     with pytest.raises(BudgetInfeasible, match=r"(?s)received: 1, which is 1B;.*works:    budget=") as refused:
         call(budget=1)
     assert call(budget=refused.value.least_bytes).plan.peak_bytes <= refused.value.least_bytes
+    with pytest.raises(BudgetInfeasible) as refused:  # of the peak in eager that it names
+        call(budget="1%")
+    assert "since the first plan" not in str(refused.value)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo looks at it, of each input

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -218,6 +219,16 @@ def test_line_of_a_model_below_a_counted_step():
     with LiveStorages(torch.device("cpu")), pytest.raises(CaptureError) as caught:
         graph.rematerialize(Deciding(3, 3), torch.randn(2, 3))
     assert line("if h.sum() > 0:", caught.value)
+
+
+def test_line_of_a_package_beside_torch_whose_name_begins_with_that_of_torch():
+    path = f"{Path(torch.__file__).parent}_of_a_user/layers.py"
+    found: dict = {"Module": nn.Module}
+    lines = "class Layer(Module):", "    def forward(self, x):", "        return x * float(x.sum())"
+    exec(compile("\n".join(lines), path, "exec"), found)
+    with pytest.raises(CaptureError) as caught:
+        graph.rematerialize(found["Layer"](), leaf(3))
+    assert f"at {path}:3" in str(caught.value)
 
 
 def test_operation_without_a_derivative():

@@ -236,7 +236,7 @@ def _raise(rule: str, error: Exception, works: str) -> NoReturn:
 
 def _place_of(error: Exception) -> str:
     """The last line of the user's code in the traceback; without one, the line of the torch layer."""
-    ours = os.path.dirname(torch.__file__), str(Path(__file__).parents[2])
+    ours = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[2]))
     every = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in every if not frame.filename.startswith(ours)]
     layers = os.path.join(ours[0], "nn")

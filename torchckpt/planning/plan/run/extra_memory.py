@@ -169,26 +169,31 @@ def highest_bytes(step: Step, rank: int, beside: Mapping[Action, ExtraMemory]) -
             backward = beside.get(action._replace(kind=Kind.BACKWARD), _NOTHING).pieces
             pieces = {**pieces, **_if_kept(pieces, backward, stage)} if pieces and backward else {}
         if at and pieces:
-            by_block = [(place.boundary.block, level.highest) for place, level in zip(at, levels)]
+            holds = action.kind is Kind.FORWARD  # in which a caller may still hold what is released
+            most = (level.highest if holds else level.left + place.frees for place, level in zip(at, levels))
+            by_block = [(place.boundary.block, level.highest, each) for place, level, each in zip(at, levels, most)]
             highest = before + max(_highest_of_pieces(action.kind, by_block, pieces, choice.recomputed))
         elif pieces and action.kind is Kind.FORWARD:
-            by_block = [(block, counted_left + made) for block, made in makes_of(stage, choice.recomputed)]
+            by_block = [(block, 0.0, counted_left + made) for block, made in makes_of(stage, choice.recomputed)]
             highest = max(highest, before + max(_highest_of_pieces(action.kind, by_block, pieces, choice.recomputed)))
         elif pieces and action.kind is Kind.BACKWARD:
-            by_block = [(block, counted.left + use) for block, use in uses_of(stage, choice.late)]
+            by_block = [(block, 0.0, counted.left + use) for block, use in uses_of(stage, choice.late)]
             highest = max(highest, before + max(_highest_of_pieces(action.kind, by_block, pieces, choice.late)))
+        if at:  # what moves where an action begins moves before anything else
+            counted_left = levels[0].left + at[0].frees - at[0].takes
         yield max(highest, counted_left + before + extra.enters)
         before, counted_left = before + extra.leaves, counted.left
 
 
 def _highest_of_pieces(
-    kind: Kind, counted: Sequence[tuple[int, float]], pieces: Mapping[tuple[int, bool], ExtraMemory],
+    kind: Kind, counted: Sequence[tuple[int, float, float]], pieces: Mapping[tuple[int, bool], ExtraMemory],
     recomputed: Collection[int],
 ) -> Iterator[float]:
     """The most bytes from each boundary of an action to the next, above the extra memory when it begins. ``counted``:
-    the block of each boundary, and the most activations from there on."""
+    the block of each boundary, the most activations from there on, and those of its compute. What is issued there may
+    be there before another block is released, while nothing is computed."""
     before = 0.0
-    for block, highest in counted:
+    for block, highest, computing in counted:
         piece, replay = pieces[block, False], pieces.get((block, True), _NOTHING)
         rises = piece.rises
         if kind is Kind.FORWARD and block not in recomputed and (block, True) in pieces:
@@ -196,7 +201,7 @@ def _highest_of_pieces(
         elif kind is Kind.BACKWARD:  # which begins where the replay has ended
             rises += max(0.0, replay.leaves)
             rises = max(rises, replay.rises) if block in recomputed else rises
-        yield highest + before + rises
+        yield before + max(highest, computing + rises)
         before += piece.leaves + replay.leaves
 
 
