@@ -83,7 +83,7 @@ def best_away(
     if alone is not None:
         best = _seconds(took, alone, (), link), alone, ()
     going = [place for place, call in enumerate(took.calls) if call.moved_bytes]
-    for chosen in _choices(took, going):
+    for chosen in dict.fromkeys(_choices(took, going)):  # the first ones of all may be small
         if sum(took.calls[call].moved_bytes for call in chosen) > host_bytes:
             continue
         held = frozenset(range(len(took.calls)))

@@ -53,6 +53,11 @@ class Candidate:
     step: SimulatedStep
 
     @property
+    def limit_seconds(self) -> float:
+        """A step that takes longer than this is no better."""
+        return self.step.step_seconds * (1 + _ROUNDING)
+
+    @property
     def recompute_seconds(self) -> float:
         return sum(holding.late_seconds[0] for rank in self.chosen for holding in rank)
 
@@ -105,11 +110,6 @@ class Search:
     def is_done(self) -> bool:
         return self.work <= 0 or self.best.step.step_seconds <= self.target_seconds
 
-    @property
-    def _limit_seconds(self) -> float:
-        """A step that takes longer than this is no better than the best."""
-        return self.best.step.step_seconds * (1 + _ROUNDING)
-
     def _simulated(
         self,
         reserves: tuple[Reserve, ...],
@@ -142,7 +142,7 @@ class Search:
             for strategy in _QUICK if len(kept) == len(chosen) else ():
                 if self.is_done:
                     return
-                self._offer(self._simulated(reserves, kept, strategy, limit_seconds=self._limit_seconds))
+                self._offer(self._simulated(reserves, kept, strategy, limit_seconds=self.best.limit_seconds))
 
     def _uniform(self) -> Iterator[tuple[int, int, str, str]]:
         most = self.most_blocks
@@ -162,7 +162,7 @@ class Search:
             for _ in range(_ROUNDS):
                 if self.is_done:
                     return
-                candidate = self._simulated_again(replace(candidate, strategy=strategy), self._limit_seconds)
+                candidate = self._simulated_again(replace(candidate, strategy=strategy), self.best.limit_seconds)
                 self._offer(candidate)
                 if not candidate.step.is_complete:
                     break
@@ -180,7 +180,7 @@ class Search:
             if self.is_done:
                 return
             scarce = replace(strategy, memory_share=share)
-            self._offer(self._simulated_again(replace(start, strategy=scarce), self._limit_seconds))
+            self._offer(self._simulated_again(replace(start, strategy=scarce), self.best.limit_seconds))
 
     def _tune_ranks(self, current: Candidate, until: int) -> None:
         """For one rank after the other, take the reserve with the shortest step; the same for all visits of a rank."""
@@ -194,8 +194,7 @@ class Search:
                 chosen = lane.keep(reserve)
                 if chosen is None or chosen == current.chosen[rank]:
                     continue
-                limit = current.step.step_seconds * (1 + _ROUNDING)
-                candidate = self._simulated_again(current.with_rank(rank, reserve, chosen), limit)
+                candidate = self._simulated_again(current.with_rank(rank, reserve, chosen), current.limit_seconds)
                 self._offer(candidate)
                 if candidate.step.sort_key < current.step.sort_key:
                     current = candidate
@@ -217,8 +216,7 @@ class Search:
                 self.work -= _OVERHEAD
                 current = changed
             else:
-                limit = current.step.step_seconds * (1 + _ROUNDING)
-                candidate = self._simulated_again(changed, limit)
+                candidate = self._simulated_again(changed, current.limit_seconds)
                 self._offer(candidate)
                 if candidate.step.sort_key <= current.step.sort_key:
                     current, path = candidate, candidate.step.critical()
@@ -283,7 +281,7 @@ class Search:
     def _with_less_recompute(self) -> Candidate:
         """The best found. Where a rank can recompute less and the step gets no longer, it does."""
         best = self.best
-        limit = self._limit_seconds
+        limit = best.limit_seconds
         order, choice = ("first", "last") if self.is_equal else ("cheap", "cheap")
         for rank, lane in enumerate(self.lanes):
             reserve = lane.reserve(0, 0, order, choice)
