@@ -92,7 +92,7 @@ def test_equal_to_the_bit_and_within_the_budget(accelerator, name, budget):
     assert report.plan.moves
     (measured,), (planned,) = report.measured_peak_bytes, report.planned_peak_bytes
     # The output of a block may count twice where it is the input of a kept one, and a forward is the peak.
-    assert planned - SIZE * ROWS * 4 <= measured <= planned
+    assert planned - measured in (0, SIZE * ROWS * 4)
     assert measured <= report.budget_bytes[0]
     assert report.host_peak_bytes == report.plan.host_peak_bytes
     assert len(report.waited_seconds) == 1
