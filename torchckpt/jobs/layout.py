@@ -4,6 +4,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import gcd
 from typing import Any
 
@@ -273,19 +274,24 @@ def _most(limit: int, fits: Callable[[int], bool]) -> int:
 def schedule_of(layout: Layout) -> Schedule:
     """The order of actions, of one micro-batch where a rank has the whole model. 1F1B may have fewer micro-batches than
     ranks. An ArgumentError, if they do not suit another schedule."""
-    name, ranks, count = layout.schedule, layout.pp, layout.micro_batches
+    chunks = layout.chunks if layout.schedule in CHUNKS else None
+    try:
+        return _schedule(layout.schedule, layout.pp, layout.micro_batches, chunks, layout.ahead)
+    except ArgumentError as error:
+        sequences = layout.dp * layout.micro_batch
+        text = re.sub(r"\bm=(\d+)", lambda m: f"global_batch={int(m[1]) * sequences}", str(error))
+        raise ArgumentError(text) from None
+
+
+@lru_cache(maxsize=16)
+def _schedule(name: str, ranks: int, count: int, chunks: int | None, extra: int) -> Schedule:
     if ranks == 1:
         return named_schedule("1f1b", 1, 1)
     if name == "zb-2p":
         return _ordered(name, ranks, count, ahead=2, behind=2)
     if name == "1f1b":
-        return _ordered(name, ranks, count, extra=layout.ahead)
-    try:
-        return named_schedule(name, ranks, count, layout.chunks if name in CHUNKS else None)
-    except ArgumentError as error:
-        sequences = layout.dp * layout.micro_batch
-        text = re.sub(r"\bm=(\d+)", lambda m: f"global_batch={int(m[1]) * sequences}", str(error))
-        raise ArgumentError(text) from None
+        return _ordered(name, ranks, count, extra=extra)
+    return named_schedule(name, ranks, count, chunks)
 
 
 def _ordered(name: str, ranks: int, count: int, ahead: int = 1, behind: int | None = None, extra: int = 0) -> Schedule:

@@ -22,7 +22,7 @@ A host with room for H bytes is no better than H more bytes on the device.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -96,8 +96,8 @@ class _Losses(Window):
 
     __slots__ = ("begin_place", "begin_seconds", "lost_bytes", "turns")
 
-    def __init__(self, capacity: Capacity, place: int, begin_seconds: float) -> None:
-        super().__init__(capacity, place, 0.0)
+    def __init__(self, capacity: Capacity, place: int, begin_seconds: float, alive: Collection[int]) -> None:
+        super().__init__(capacity, place, 0.0, alive)
         self.begin_place, self.begin_seconds = place, begin_seconds
         self.lost_bytes = [0.0] * len(capacity.gains)
         self.turns = _Turns()
@@ -154,7 +154,7 @@ class _Rank:
     def advance(self, start_seconds: float) -> float:
         """Add one action, which cannot start before ``start_seconds``. Returns its earliest end."""
         lane, place = self.lane, self.place
-        self.windows.append(_Losses(self.capacity, place, start_seconds))
+        self.windows.append(_Losses(self.capacity, place, start_seconds, self.alive))
         visit, kind = lane.visit_at[place], lane.kinds[place]
         if kind == FORWARD:
             self.alive.add(visit)

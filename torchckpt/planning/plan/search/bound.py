@@ -56,6 +56,7 @@ class _Rank:
         size = max(1, len(lane) * len(self.capacity.gains))
         self.most_windows = min(_MOST_WINDOWS, max(_FEWEST_WINDOWS, _WORK // size))
         self.windows: list[Window] = []
+        self.alive: set[int] = set()
         self.place = 0
         self.end_seconds = -1.0
 
@@ -63,10 +64,13 @@ class _Rank:
         """Add one action, which cannot start before ``start_seconds``. Returns its earliest end."""
         lane, place = self.lane, self.place
         if start_seconds > self.end_seconds * (1 + _TINY):  # the rank has idled
-            self.windows.append(Window(self.capacity, place, start_seconds))
+            self.windows.append(Window(self.capacity, place, start_seconds, self.alive))
         waits = self.capacity.passed(place, self.windows)
         self.end_seconds = max(window.seconds + wait for window, wait in zip(self.windows, waits))
-        if lane.kinds[place] != FORWARD:
+        if lane.kinds[place] == FORWARD:
+            self.alive.add(lane.visit_at[place])
+        else:
+            self.alive.remove(lane.visit_at[place])
             self._prune()
         while len(self.windows) > self.most_windows:
             self.windows.remove(min(self.windows, key=lambda window: window.seconds))
@@ -76,9 +80,9 @@ class _Rank:
     def _prune(self) -> None:
         kept: list[Window] = []
         for window in self.windows:
-            while kept and not kept[-1].covers(window) and window.covers(kept[-1]):
+            while kept and not (is_covered := kept[-1].covers(window)) and window.covers(kept[-1]):
                 kept.pop()
-            if not (kept and kept[-1].covers(window)):
+            if not kept or not is_covered:
                 kept.append(window)
         self.windows = kept
 

@@ -32,7 +32,7 @@ _SCARCE = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
 _ROUNDS = 3
 """A step is simulated so often with the same choices, or until it is longer than the best. Each time, ranks expect the
 arrivals of the time before."""
-_WORK, _FEWEST, _GAIN = 300_000, 20, 1e-3
+_WORK, _FEWEST, _GAIN = 300_000, 16, 1e-3
 """The actions to simulate in all. If these are fewer than ``_FEWEST`` steps of the schedule, then so many steps, and as
 many again after each step that is shorter by the share ``_GAIN``."""
 _PARTS = 8

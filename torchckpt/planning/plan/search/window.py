@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import combinations
 from typing import TypeAlias
 
@@ -246,8 +246,8 @@ class Window:
     __slots__ = ("anchor", "capacity", "front", "group_before", "group_seconds", "group_total", "kept", "kept_bytes",
                  "layer_seconds", "order", "plain_seconds", "wait_seconds")
 
-    def __init__(self, capacity: Capacity, place: int, start_seconds: float) -> None:
-        lane = capacity.lane
+    def __init__(self, capacity: Capacity, place: int, start_seconds: float, alive: Collection[int]) -> None:
+        """``alive``: the visits whose forward ran before ``place``, and whose backward did not."""
         self.capacity = capacity
         self.plain_seconds = start_seconds
         """The earliest start of the window, plus the seconds of its forwards and backwards."""
@@ -255,10 +255,9 @@ class Window:
         """The least seconds of recomputation in the window, by the two relaxations."""
         self.wait_seconds = 0.0
         """The seconds of weight gradients that belong to backwards in the window."""
-        places = zip(lane.forward_place, lane.backward_place)
-        alive = [visit for visit, (forward, backward) in enumerate(places) if forward < place <= backward]
-        self.kept = [{visit: full[visit] for visit in alive} for full in capacity.full]
-        self.order = [[*alive] for _ in capacity.full]
+        visits = sorted(alive)
+        self.kept = [{visit: full[visit] for visit in visits} for full in capacity.full]
+        self.order = [[*visits] for _ in capacity.full]
         """By layer, the visits that have blocks in memory, in the order of their backwards."""
         self.kept_bytes = [sum(kept.values()) for kept in self.kept]
         self.anchor = -1
