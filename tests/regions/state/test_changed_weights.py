@@ -23,8 +23,12 @@ def block_of(*names):
     return block, [dict(block.named_parameters())[name] for name in names]
 
 
+def closed_over(block, x):
+    return checkpoint(lambda x: block(x), x)
+
+
 @pytest.mark.parametrize("name", ["first.weight", "first.bias", "second.weight", "second.bias"])
-@pytest.mark.parametrize("way", [checkpoint, by_hand, lambda block, x: checkpoint(block.forward, x)])
+@pytest.mark.parametrize("way", [checkpoint, by_hand, lambda block, x: checkpoint(block.forward, x), closed_over])
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_parameter_changed_in_place(name, way, requires_grad):
     block, (parameter,) = block_of(name)
@@ -82,11 +86,14 @@ class Half(nn.Module):
         return self.used(x).sin().exp()
 
 
-def test_what_the_region_does_not_read_may_change():
+@pytest.mark.parametrize("way", ["method", "closed over", "compiled"])
+def test_what_the_region_does_not_read_may_change(way):
     """Where an optimizer steps in the backward, the layers behind are done when this one is replayed."""
     model, x = Half(), torch.randn(3, 4)
+    if way == "compiled":
+        model.used.compile(backend="eager")
     expected = torch.autograd.grad(model.encode(x).sum(), [model.used.weight])
-    loss = checkpoint(model.encode, x).sum()
+    loss = checkpoint(model.encode if way == "method" else lambda x: model.encode(x), x).sum()
     double(model.other.weight)
     double(model.other.bias)
     assert torch.equal(torch.autograd.grad(loss, [model.used.weight])[0], expected[0])
@@ -145,7 +152,7 @@ def weights_of(module, scale):
     return {name: (parameter.detach() * scale).requires_grad_() for name, parameter in module.named_parameters()}
 
 
-@pytest.mark.parametrize("way", [plain, checkpoint, by_hand, prefetched])
+@pytest.mark.parametrize("way", [plain, checkpoint, by_hand, prefetched, closed_over])
 def test_functional_call(way):
     class Model(nn.Module):
         def __init__(self) -> None:

@@ -187,12 +187,14 @@ def test_values_finds_a_changed_parameter(device):
     loss = checkpoint(linear, torch.ones(2, 4, device=device), determinism_check="values").sin().sum()
     loss.backward()  # as long as nothing changes, it is silent
 
+    bias = nn.Parameter(torch.ones(4, device=device))
+
     def block(x):
-        return linear(x.sin()).sin()
+        return (linear(x.sin()) + bias).sin()
 
     loss = checkpoint(block, torch.ones(2, 4, device=device), determinism_check="values").sum()
     with torch.no_grad():
-        linear.bias.add_(1)
+        bias.add_(1)
     with pytest.raises(RecomputationError, match=r"tensor \d of \d.*\n.*\n.*, with other values, for ") as caught:
         loss.backward()
     assert "a parameter, buffer or global that changed since the forward" in str(caught.value)

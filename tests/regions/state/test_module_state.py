@@ -288,7 +288,8 @@ def test_large_buffer_that_changes_at_first_in_a_later_call_is_an_error_and_then
     assert all(map(torch.equal, received, torch.autograd.grad(module(x).sum(), list(module.parameters()))))
 
 
-def test_module_that_gets_a_submodule_in_its_first_call_is_an_error():
+@pytest.mark.parametrize("is_closed_over", [False, True])
+def test_module_that_gets_a_submodule_in_its_first_call_is_an_error(is_closed_over):
     class Builds(nn.Module):
         def forward(self, x):
             if not hasattr(self, "linear"):
@@ -296,16 +297,25 @@ def test_module_that_gets_a_submodule_in_its_first_call_is_an_error():
             return nn.functional.dropout(self.linear(x), 0.5).sin()
 
     module, x = Builds(), torch.randn(3, 4, requires_grad=True)
+    function = (lambda x: module(x)) if is_closed_over else module
     with pytest.raises(RecomputationError) as caught:
-        checkpoint(module, x).sum().backward()
+        checkpoint(function, x).sum().backward()
     assert str(caught.value).startswith("the modules of region 'test_module_that_gets")
     assert str(caught.value).endswith(
         "are not those that its forward started with: some were added, removed or replaced since\n"
         "  works:    if the first call of a module creates them, make that call outside a region, under torch.no_grad()"
     )
     with count_recomputes() as recomputes:
-        checkpoint(module, x).sum().backward()
+        checkpoint(function, x).sum().backward()
     assert recomputes.total == 1
+
+
+def test_a_module_beside_the_region_may_get_a_submodule():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(3, 4)
+    output = checkpoint(lambda x: model[0](x).sin(), x)
+    model.append(nn.Linear(4, 2))
+    received = torch.autograd.grad(output.sum(), model[0].weight)
+    assert torch.equal(received[0], torch.autograd.grad(model[0](x).sin().sum(), model[0].weight)[0])
 
 
 def test_generator_that_comes_later_is_found_by_its_name():
@@ -329,11 +339,11 @@ def test_a_generator_that_is_found_twice_is_put_back_once(twice):
     assert torch.equal(module.generator.get_state(), after)
 
 
-def test_what_a_function_closes_over_is_not_seen_but_by_values():
+def test_a_module_by_a_computed_name_is_not_seen_but_by_values():
     """The limit that the page of limits lists."""
-    module, x = Average(), torch.randn(3, 4)
+    Average.hidden, x = Average(), torch.randn(3, 4)
     with pytest.raises(RecomputationError, match="with other values"):
-        checkpoint(lambda x: module(x), x, determinism_check="values").sum().backward()
+        checkpoint(lambda x: getattr(Average, "hid" + "den")(x), x, determinism_check="values").sum().backward()
 
 
 class Counter(nn.Module):
@@ -380,7 +390,7 @@ def test_buffer_of_an_unusual_kind(make, mix):
 def test_tensors_that_a_state_alone_may_hold():
     module = Average()
     module.register_buffer("sparse", torch.eye(2).to_sparse())
-    found, _ = module_state.record_state(module)
+    found, _ = module_state.record_state(module, (), False)
     average, copy = found.tensors()
     assert average is module.average
     assert copy is not average

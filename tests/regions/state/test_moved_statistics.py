@@ -161,7 +161,6 @@ def test_statistics_are_copied_once_for_each_time_that_they_move():
 @pytest.mark.parametrize("is_inner", [False, True])
 @pytest.mark.parametrize("make", [nn.BatchNorm1d, LAYERS["InstanceNorm1d"]])
 def test_statistics_of_a_module_that_a_function_closes_over(make, is_inner):
-    """Nothing finds what they were, so it is an error."""
     module, x = model(make).eval(), torch.randn(6, 4)
 
     class Around(nn.Module):
@@ -172,12 +171,33 @@ def test_statistics_of_a_module_that_a_function_closes_over(make, is_inner):
         return checkpoint(Around(), module, x) if is_inner else checkpoint(lambda x: module(x), x)
 
     unmoved, output = call(), call()
-    gradients(unmoved, module)
+    expected = gradients(unmoved, module)
     with torch.no_grad():
         module.train()(x)
         module.eval()
+    assert all(map(torch.equal, gradients(output, module), expected))
+
+
+@pytest.mark.parametrize("make", [nn.BatchNorm1d, LAYERS["InstanceNorm1d"]])
+def test_statistics_of_a_layer_in_a_list_of_a_module(make):
+    """Nothing finds what they were, so it is an error."""
+
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = [model(make).eval()]
+
+        def forward(self, x):
+            return self.parts[0](x)
+
+    around, x = Around(), torch.randn(6, 4)
+    unmoved, output = (checkpoint(around, x) for _ in range(2))
+    gradients(unmoved, around.parts[0])
+    with torch.no_grad():
+        around.parts[0].train()(x)
+        around.parts[0].eval()
     with pytest.raises(RecomputationError, match=r"reads \w+1d.running_mean, .* changed in place after the forward"):
-        gradients(output, module)
+        gradients(output, around.parts[0])
 
 
 def test_function_that_sets_the_mode_itself_and_trains_reads_no_statistics():

@@ -40,7 +40,7 @@ from torchckpt.regions.state.ambient import (
 from torchckpt.regions.state.boundary import Boundary, generators_among
 from torchckpt.regions.state.layout import version_of
 from torchckpt.regions.state.module_state import ModuleState, changed_in_place, exclusive, record_state, substituted
-from torchckpt.regions.state.reached import norm_layers_of, reaches_nothing, runs_compiled_code, settle
+from torchckpt.regions.state.reached import modules_reached, reaches_nothing, runs_compiled_code, settle
 from torchckpt.typing import ContextFunction, Function
 
 __all__ = ["Call", "Stop", "comes_of_stop", "goes_on", "inside"]
@@ -112,9 +112,11 @@ class Call:
         slots have checksums.
         """
         function = self.function if self._contexts is None else inside(self._contexts[0], self.function)
-        modules = () if self._boundary.spec is None else self._boundary.modules()
-        is_plain = type(self.function) is FunctionType and not self.function.__dict__  # as most: it names no modules
-        module_state, is_locked = (None, False) if is_plain and not modules else record_state(self.function, modules)
+        modules = [] if self._boundary.spec is None else self._boundary.modules()
+        reached = [] if self.is_alone else modules_reached(self.function)
+        module_state, is_locked = None, False
+        if modules or not self.is_alone:
+            module_state, is_locked = record_state(self.function, [*modules, *reached], bool(reached))
         try:
             # Lazy modules: the first call makes the weights, which a replay would not.
             if module_state is not None and module_state.layout.is_lazy:
@@ -124,8 +126,10 @@ class Call:
                 self._entry = SyncPoint(self.devices)  # when inputs and copies of buffers are ready
             random = self._random_state(module_state) if self._options.preserve_rng_state else []
             ambient.append((settings(), random))
-            if (not self.is_alone or module_state is not None) and not self._look(values):
-                return function(*args, **kwargs)
+            if module_state is not None and (layers := module_state.layout.norm_layers()):
+                # Compiled code may save what it makes of the buffers.
+                self._looked = norms.look(layers, values or runs_compiled_code(self.function))
+                self.means = norms.running_means(self._looked)
             outputs = self._run(function, args, kwargs, pack, unpack)
         finally:
             if is_locked:
@@ -135,15 +139,6 @@ class Call:
             shared = 1 if self._devices_of_inputs else 1 + len(self.devices)  # the first is the CPU's
             ambient.append((then, drawn_since(random[:shared]) + random[shared:]))
         return outputs
-
-    def _look(self, values: bool) -> bool:
-        """Find the norm layers. False if a lazy module is among what the function reaches otherwise."""
-        layers = norm_layers_of(self.function, None if self.module_state is None else self.module_state.layout)
-        if layers:
-            # Compiled code may save what it makes of the buffers.
-            self._looked = norms.look(layers, values or runs_compiled_code(self.function))
-            self.means = norms.running_means(self._looked)
-        return layers is not None
 
     def _run(
         self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], pack: Pack, unpack: Unpack

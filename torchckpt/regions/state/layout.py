@@ -135,6 +135,10 @@ class Layout:
         """Whether a parameter or buffer has no shape yet: the first call gives it one."""
         self._generators = [(vars(module), name) for module in modules for name in _names_of(torch.Generator, module)]
 
+    def norm_layers(self) -> list[nn.Module]:
+        """Those of torch's whose buffers their calls alone read."""
+        return [layer for norm in self.norms.values() if (layer := norm()) is not None]
+
     def buffers(self) -> Iterator[tuple[Key, Tensor | None]]:
         """The buffers, and the tensors that are plain attributes of modules (old hooks put weights there)."""
         for place, buffers in enumerate(self._buffers):
@@ -240,8 +244,8 @@ def layout_of(function: Function, args: Sequence[Any] = ()) -> tuple[Layout, lis
     """The layout of the modules of ``function`` and the values of its tables; None if there are no such modules.
 
     The modules are: ``function`` itself if it is one, the module that it is a method of, those that it names
-    (``NamesModules``), and those among its arguments; also through partials. Modules that a function closes over are
-    not seen. The layout is made at the first call, and again when the modules inside have changed.
+    (``NamesModules``), and those among ``args``; also through partials. The layout is made at the first call, and again
+    when the modules inside have changed.
     """
     owner = function.__self__ if type(function) is MethodType else function
     layout, modules = known_of(owner).layouts.get(id(owner)) if is_module(owner) else None, None

@@ -76,10 +76,11 @@ _EMPTY: dict[Any, Any] = {}
 
 
 class ModuleState:
-    """The parameters, buffers and modes that one forward found on its modules."""
+    """The parameters, buffers and modes that one forward found on its modules. ``is_reached``: some of these are not
+    the function's own, and it may never call them."""
 
-    def __init__(self, layout: Layout, values: list[Any], is_locked: bool) -> None:
-        self.layout, self._values, self._is_locked = layout, values, is_locked
+    def __init__(self, layout: Layout, values: list[Any], is_locked: bool, is_reached: bool) -> None:
+        self.layout, self._values, self._is_locked, self._is_reached = layout, values, is_locked, is_reached
         self._versions = _versions(values, len(layout.children))
         self._flags = layout.flags()
         self._after: dict[Key, int] = _EMPTY
@@ -130,6 +131,8 @@ class ModuleState:
             self._after = {key: now for (key, p), then, now in each if then != now and not _is_sharded(p)}
             layout.changing_parameters |= self._after.keys()
             layout.changing |= self._after.keys()
+        if self._is_reached and values_of(layout.tables)[: len(layout.children)] != layout.children:
+            self._is_reached = False  # it makes modules itself
         if not self._buffers:
             return
         changing = {key for key in self._buffers if not self._is_unchanged(key)}
@@ -174,6 +177,8 @@ class ModuleState:
         if same and layout.is_simple and not layout.unversioned:
             return None
         if now[:first] != layout.children:
+            if self._is_reached:
+                return None
             raise _other_modules(function, "modules")
         substitutes = Substitutes([], {}, {})
         if not same:
@@ -182,6 +187,8 @@ class ModuleState:
         substitutes.values.extend((layout.dict_of(key), key[1], _NOTHING) for key in layout.added_attributes())
         substitutes.values.extend(layout.other_flags(self._flags, flags))
         if (substitutes.changed or substitutes.late) and layout.is_compiled:  # reads of compiled code cannot be watched
+            if self._is_reached:
+                return substitutes._replace(changed={}, late={})
             if substitutes.changed:
                 raise changed_in_place(function, *next(iter(substitutes.changed.values())))
             raise _changed_late(function, next(iter(substitutes.late.values())))
@@ -190,6 +197,8 @@ class ModuleState:
     def _substitute_parameters(self, substitutes: Substitutes, function: Function) -> None:
         then = self.layout.parameters_of(self._values)
         if then is None:
+            if self._is_reached:
+                return
             raise _other_modules(function, "parameters")
         twins: dict[int, nn.Parameter] = {}
         for (key, tensor), version in zip(then.items(), self._versions):
@@ -240,8 +249,8 @@ class ModuleState:
         substitutes.values.extend((layout.dict_of(key), key[1], _NOTHING) for key in added)
 
 
-def record_state(function: Function, args: Sequence[Any] = ()) -> tuple[ModuleState | None, bool]:
-    """Record the modules of ``function`` before it is called on ``args``.
+def record_state(function: Function, args: Sequence[Any], is_reached: bool) -> tuple[ModuleState | None, bool]:
+    """Record the modules of ``function`` and those among ``args`` before it is called.
 
     The bool says whether its calls are known to change buffers. If so, ``state_lock`` is held, and the caller
     releases it after the call."""
@@ -250,10 +259,10 @@ def record_state(function: Function, args: Sequence[Any] = ()) -> tuple[ModuleSt
         return None, False
     layout, values = layout_with_values
     if not layout.changing:
-        return ModuleState(layout, values, is_locked=False), False
+        return ModuleState(layout, values, False, is_reached), False
     state_lock.acquire()
     try:
-        return ModuleState(layout, values_of(layout.tables), is_locked=True), True
+        return ModuleState(layout, values_of(layout.tables), True, is_reached), True
     except BaseException:
         state_lock.release()
         raise

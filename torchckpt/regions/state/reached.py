@@ -1,6 +1,6 @@
-"""Reached: the norm layers and the compiled code that a function can call.
+"""Reached: the modules and the compiled code that a function can call, which it holds or names, or comes to by either.
 
-They are in the modules that it holds or names, or comes to by either. Dynamo may compile in a replay what ran from its
+Dynamo may compile in a replay what ran from its
 cache in the forward, and save other tensors then. So the values of what is saved are compared if code was compiled
 inside of a replay. So the first steps note checksums; later ones do once code was compiled again.
 """
@@ -10,14 +10,13 @@ import gc
 import sys
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary
 
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from torchckpt.modules import (
     contents_of,
@@ -30,29 +29,24 @@ from torchckpt.modules import (
 )
 from torchckpt.regions.flags import local
 from torchckpt.regions.private import norm_layer
-from torchckpt.regions.state.layout import Layout, known_of, values_of
+from torchckpt.regions.state.layout import NamesModules, known_of, values_of
 from torchckpt.typing import Function
 
-__all__ = ["DYNAMO", "compilations", "is_settled", "norm_layers_of", "reaches_nothing", "runs_compiled_code", "settle"]
+__all__ = ["DYNAMO", "compilations", "is_settled", "modules_reached", "reaches_nothing", "runs_compiled_code", "settle"]
 
 _MOST = 1000
 """The most objects that are looked at, and the most values of one container."""
 
 
-def norm_layers_of(function: Function, layout: Layout | None) -> Collection[nn.Module] | None:
-    """The norm layers in the modules of ``layout``, the function's own, and in those that it reaches otherwise. There
-    may be others (``norms.note_caller``). None: one of the latter is lazy, so its first call makes weights."""
-    inner: list[nn.Module] = []
-    if layout is not None and layout.norms:
-        inner = [layer for norm in layout.norms.values() if (layer := norm()) is not None]
-    called = function.__self__ if type(function) is MethodType else function
-    if issubclass(type(called), nn.Module) or reaches_nothing(function):
-        return inner
-    trees = [_tree_of(module) for module in _Walk(function).modules]
-    if any(tree.is_lazy() for tree in trees):
-        return None
-    reached = [layer for tree in trees for layer in tree.layers()]
-    return dict.fromkeys([*inner, *reached]) if inner else reached
+def modules_reached(function: Function) -> list[nn.Module]:
+    """The modules that ``function`` reaches which is none itself, is no method of one, and names none."""
+    inner = function
+    while isinstance(inner, partial):
+        inner = inner.func
+    called = inner.__self__ if type(inner) is MethodType else inner
+    if issubclass(type(called), (nn.Module, NamesModules)) or reaches_nothing(inner):
+        return []
+    return _Walk(function).modules
 
 
 def runs_compiled_code(function: Function) -> bool:
@@ -210,7 +204,7 @@ def _inside(value: Any, kind: type[Any]) -> Sequence[Any]:
 
 
 class _Tree:
-    """The modules inside of one module, which is one of them, and the norm layers among them."""
+    """The modules inside of one module, which is one of them."""
 
     def __init__(self, module: nn.Module) -> None:
         modules = list(module.modules())
@@ -219,21 +213,11 @@ class _Tree:
         self._inside = [table for inner in modules if isinstance(table := inner._modules, dict)]
         self._children = values_of(self._inside)
         self._modules = list(map(weakref.ref, modules))
-        self._layers = [weakref.ref(inner) for inner in modules if isinstance(inner, norm_layer)]
-        tables: list[dict[str, Any]] = []
-        for inner in modules:
-            tables += [table for table in (inner._parameters, inner._buffers) if type(table) is dict]
-        self._lazy = [table for table in tables if any(map(is_lazy, table.values()))]
         self._has_compiled_class = any(is_compiled_class(type(inner)) for inner in modules)
 
     def is_of(self, module: nn.Module) -> bool:
         """Whether ``module`` is the module of this tree, not a shallow copy, and has the same modules inside."""
         return self._own is module._modules and values_of(self._inside) == self._children
-
-    def is_lazy(self) -> bool:
-        """Whether a parameter or buffer has no shape yet."""
-        self._lazy = [table for table in self._lazy if any(map(is_lazy, table.values()))]
-        return bool(self._lazy)
 
     def is_compiled(self) -> bool:
         """Whether one of the modules was compiled, or holds what was: ``module.compile()`` puts a function there."""
@@ -242,9 +226,6 @@ class _Tree:
         # Most modules hold no function, and map() finds that out fast. A model may have thousands.
         values = values_of(vars(module) for reference in self._modules if (module := reference()) is not None)
         return FunctionType in map(type, values) and any(map(is_compiled_function, values))
-
-    def layers(self) -> Iterator[nn.Module]:
-        return (layer for reference in self._layers if (layer := reference()) is not None)
 
 
 def _tree_of(module: nn.Module) -> _Tree:
