@@ -223,9 +223,9 @@ def clones(monkeypatch):
     class Counted(layout.Copy):
         __slots__ = ()
 
-        def __init__(self, buffer, table=None) -> None:
-            made.append(buffer.nbytes)
-            super().__init__(buffer, table)
+        def __init__(self, buffer, table=None, has_values=True) -> None:
+            made.extend([buffer.nbytes] * has_values)
+            super().__init__(buffer, table, has_values)
 
     monkeypatch.setattr(module_state, "Copy", Counted)
     return made
@@ -286,6 +286,28 @@ def test_large_buffer_that_changes_at_first_in_a_later_call_is_an_error_and_then
     received = torch.autograd.grad(output.sum(), list(module.parameters()))
     module.large.copy_(before)
     assert all(map(torch.equal, received, torch.autograd.grad(module(x).sum(), list(module.parameters()))))
+
+
+def test_of_a_module_that_is_closed_over_a_call_copies_so_many_bytes_of_buffers(monkeypatch):
+    monkeypatch.setattr(module_state, "_MOST_BYTES", 2**17)
+    made = clones(monkeypatch)
+    module, x = Average(), torch.randn(3, 4)
+    for name in "abc":
+        module.register_buffer(name, torch.ones(2**14))
+    for _ in range(2):
+        average = module.average.clone()
+        received = torch.autograd.grad(checkpoint(lambda x: module(x), x).sum(), list(module.parameters()))
+        module.average.copy_(average)
+        assert all(map(torch.equal, received, torch.autograd.grad(module(x).sum(), list(module.parameters()))))
+    assert made.count(2**16) == 2  # once, two of three
+
+    def changes(x):
+        module.c.add_(1)
+        return (module(x) * module.c[:4].clone()).sin()
+
+    with pytest.raises(RecomputationError, match="Average[.]c"):
+        checkpoint(changes, x).sum().backward()
+    checkpoint(changes, x).sum().backward()
 
 
 @pytest.mark.parametrize("is_closed_over", [False, True])

@@ -35,7 +35,7 @@ Key: TypeAlias = tuple[int, str]
 
 
 class Copy:
-    """A copy of a buffer at one version. ``values`` is None if the copy was too large to keep.
+    """A copy of a buffer at one version. ``values`` is None if the copy was too large to make, or to keep.
 
     BatchNorm moves its statistics without their version counters: its counter of batches tells. So ``table`` is where
     the buffer is if it is a statistic, and else None.
@@ -43,12 +43,14 @@ class Copy:
 
     __slots__ = ("_buffer", "_class", "_count", "_counter", "values", "version")
 
-    def __init__(self, buffer: Tensor, table: Mapping[str, Tensor | None] | None = None) -> None:
+    def __init__(
+        self, buffer: Tensor, table: Mapping[str, Tensor | None] | None = None, has_values: bool = True
+    ) -> None:
         counter = None if table is None else table.get(COUNTER)
         self._class = buffer.__class__
         self._buffer, self._counter = weakref.ref(buffer), None if counter is None else weakref.ref(counter)
         self.version, self._count = version_of(buffer), None if counter is None else version_of(counter)
-        self.values: Tensor | None = buffer.detach().clone()
+        self.values: Tensor | None = buffer.detach().clone() if has_values else None
 
     def clone(self) -> Tensor:
         """A new tensor with the buffer's old values and version, which a replay may change."""

@@ -41,6 +41,9 @@ _LOCK_TIMEOUT_SECONDS = 300
 
 _SMALL_BYTES = 2**12
 """Up to this size the copy of a buffer is kept although no forward has changed it."""
+_MOST_BYTES = 2**28
+"""The most bytes of buffers that one call copies of modules that are not the function's own, such as weights of a
+quantized model. Others are copied once a forward has changed them."""
 
 
 class Substitutes(NamedTuple):
@@ -96,6 +99,7 @@ class ModuleState:
         """Buffers that are not leaves. ``_buffers`` has a detached alias of each."""
         if not layout.is_simple or len(values) > layout.without_buffers:
             self._new_copies: list[Key] = []  # the copies that this call made
+            self._copied_bytes = 0
             for key, tensor in layout.buffers():
                 if tensor is not None and tensor.grad_fn is not None:  # an alias: the tensor would keep its graph alive
                     self._buffers[key] = tensor.detach().requires_grad_(), None
@@ -108,9 +112,17 @@ class ModuleState:
         if tensor.is_inference():
             self.layout.unversioned.add(key)
         if copy is None or not copy.is_of(tensor, table) or key in self.layout.unversioned:
-            copy = self.layout.copies[key] = Copy(tensor, table)
+            copy = self.layout.copies[key] = Copy(tensor, table, self._has_room(key, tensor))
             self._new_copies.append(key)
         return copy
+
+    def _has_room(self, key: Key, tensor: Tensor) -> bool:
+        """Whether this call copies ``tensor``."""
+        is_large = tensor.layout == torch.strided and tensor.nbytes > _SMALL_BYTES
+        if not (self._is_reached and is_large) or key in self.layout.changing:
+            return True
+        self._copied_bytes += tensor.nbytes
+        return self._copied_bytes <= _MOST_BYTES
 
     def tensors(self) -> list[Tensor]:
         """The buffers and their copies, which a replay may read, and maybe nothing else holds. Sharded and sparse ones
