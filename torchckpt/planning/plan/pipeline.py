@@ -20,7 +20,7 @@ from typing import NoReturn
 from torchckpt.errors import BudgetInfeasible, called
 from torchckpt.planning.budget import Limit, enough, whole
 from torchckpt.planning.order.schedule import Action, Schedule, Visit
-from torchckpt.planning.plan.away import bound_seconds, offload_only, planned_away
+from torchckpt.planning.plan.away import bound_seconds, planned_away
 from torchckpt.planning.plan.figures import Alone
 from torchckpt.planning.plan.problem import Problem, problem_of
 from torchckpt.planning.plan.result import PipelinePlan
@@ -52,7 +52,8 @@ def planned(problem: Problem) -> PipelinePlan:
 
 def _beside_host(problem: Problem) -> PipelinePlan:
     """The shortest of the plans that send blocks away and of those that do not."""
-    alone, away = replace(problem, host=None), planned_away(problem)
+    alone = replace(problem, host=None)
+    away, offloading = planned_away(problem)
     plans = [] if alone.too_small else [replace(planned(alone), problem=problem)]
     recomputing = plans[0].step_seconds if plans else math.inf
     if away is not None:
@@ -61,7 +62,7 @@ def _beside_host(problem: Problem) -> PipelinePlan:
     if not plans:
         _refuse(problem)
     best = min(plans, key=lambda plan: plan.step_seconds)
-    return replace(best, alone=Alone(recomputing, offload_only(problem)))
+    return replace(best, alone=Alone(recomputing, offloading))
 
 
 def _everything_kept(problem: Problem) -> PipelinePlan | None:

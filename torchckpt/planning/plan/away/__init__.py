@@ -12,41 +12,32 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import lru_cache
 from typing import TypeAlias
 
 from torchckpt.planning.order.schedule import Action, Schedule, Visit
 from torchckpt.planning.plan.away.bound import bound_seconds
 from torchckpt.planning.plan.away.rank import Rank
-from torchckpt.planning.plan.away.search import Candidate, Search
+from torchckpt.planning.plan.away.search import Search
 from torchckpt.planning.plan.away.simulator import Simulator
 from torchckpt.planning.plan.problem import Problem
 from torchckpt.planning.plan.search.lane import KINDS, Lane
 from torchckpt.planning.work.choice import Choice
 from torchckpt.planning.work.host import Boundary, Move
 
-__all__ = ["bound_seconds", "offload_only", "planned_away"]
+__all__ = ["bound_seconds", "planned_away"]
 
 _Away: TypeAlias = tuple[Schedule, dict[Visit, Choice], tuple[Move, ...]]
 
 
-def planned_away(problem: Problem) -> _Away | None:
-    """The order, the choices and the moves of the shortest plan with a host that is found; None if none fits."""
+def planned_away(problem: Problem) -> tuple[_Away | None, float]:
+    """The order, the choices and the moves of the shortest plan with a host that is found; None if none fits. And the
+    seconds of the shortest in which nothing is recomputed; infinite if none fits."""
     search = _search(problem, drops=True)
-    starts, alone = search.starts(), _offloading(problem)
+    starts = search.starts()
+    alone = min(_search(problem, drops=False).starts(), key=lambda candidate: candidate.step.key, default=None)
     starts = sorted([*starts, *([alone] if alone else [])], key=lambda candidate: candidate.step.key)
-    return _away(problem, search.best(starts).step.ranks) if starts else None
-
-
-def offload_only(problem: Problem) -> float:
-    """The seconds of the shortest plan that is found in which nothing is recomputed; infinite if none fits."""
-    candidate = _offloading(problem)
-    return candidate.step.key[0] if candidate else math.inf
-
-
-@lru_cache(maxsize=1)
-def _offloading(problem: Problem) -> Candidate | None:
-    return min(_search(problem, drops=False).starts(), key=lambda candidate: candidate.step.key, default=None)
+    away = _away(problem, search.best(starts).step.ranks) if starts else None
+    return away, alone.step.key[0] if alone else math.inf
 
 
 def _search(problem: Problem, drops: bool) -> Search:
