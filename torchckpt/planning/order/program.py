@@ -188,7 +188,7 @@ class Deciding(Protocol[_Decision]):
 def run_deciding(
     program: Program,
     ranks: Sequence[Deciding[Any]],
-    expected: Sequence[float] | None = None,
+    expected: Sequence[float] = (),
     limit_seconds: float = _FOREVER,
 ) -> tuple[list[float], dict[int, tuple[int, int]]] | None:
     """Run ``program`` on ranks that decide. A running action is never interrupted.

@@ -80,12 +80,12 @@ def dispatch(
     lanes: Sequence[Lane],
     chosen: Sequence[Sequence[Holding]],
     strategy: Strategy,
-    expected: Sequence[float] | None,
+    expected: Sequence[float],
     limit_seconds: float,
 ) -> SimulatedStep:
     """Simulate one step, with the ``chosen`` holding of each rank and visit. ``program`` has no weight gradients. A
-    patient rank waits for messages up to when they are ``expected``. If the step takes longer than ``limit_seconds``,
-    the simulation stops, and its seconds are infinite."""
+    patient rank waits for messages up to when they are ``expected``; empty: not known. If the step takes longer than
+    ``limit_seconds``, the simulation stops, and its seconds are infinite."""
     ranks = [_Rank(lane, of_rank, strategy) for lane, of_rank in zip(lanes, chosen)]
     messages = run_deciding(program, ranks, expected, limit_seconds)
     done = [rank.done for rank in ranks]
