@@ -25,7 +25,7 @@ from torchckpt.planning.plan.figures import Alone
 from torchckpt.planning.plan.problem import Problem, problem_of
 from torchckpt.planning.plan.result import PipelinePlan
 from torchckpt.planning.plan.search.candidates import Candidate, Search
-from torchckpt.planning.plan.search.lane import KINDS, RECOMPUTE, Holding
+from torchckpt.planning.plan.search.lane import RECOMPUTE, Holding
 from torchckpt.planning.work.block import Links, Stages
 from torchckpt.planning.work.choice import Choice, first_blocks
 from torchckpt.planning.work.host import Host
@@ -76,8 +76,8 @@ def _plan(problem: Problem, found: Candidate) -> PipelinePlan:
     ranks: list[tuple[Action, ...]] = []
     choices: dict[Visit, Choice] = {}
     for lane, done, holdings in zip(problem.lanes, found.step.done, found.chosen):
-        early = {visit: blocks for kind, visit, blocks, _, _ in done if kind == RECOMPUTE}
-        visits = ((KINDS[kind], *lane.visits[visit]) for kind, visit, *_ in done)
+        early = {visit: blocks for kind, visit, blocks, _, _ in done if kind is RECOMPUTE}
+        visits = ((kind, *lane.visits[visit]) for kind, visit, *_ in done)
         ranks.append(tuple(Action(stage, kind, i) for kind, stage, i in visits))
         counts = [early.get(visit, 0) for visit in range(len(holdings))]
         choices |= dict(zip(lane.visits, map(Holding.choice, holdings, counts)))

@@ -20,7 +20,7 @@ from torchckpt.planning.plan.away.rank import Rank
 from torchckpt.planning.plan.away.search import Search
 from torchckpt.planning.plan.away.simulator import Simulator
 from torchckpt.planning.plan.problem import Problem
-from torchckpt.planning.plan.search.lane import KINDS, Lane
+from torchckpt.planning.plan.search.lane import Lane
 from torchckpt.planning.work.choice import Choice
 from torchckpt.planning.work.host import Boundary, Move
 
@@ -50,7 +50,7 @@ def _away(problem: Problem, ranks: list[Rank]) -> _Away:
     choices: dict[Visit, Choice] = {}
     moves: list[Move] = []
     for lane, rank in zip(problem.lanes, ranks):
-        visits = ((KINDS[kind], *lane.visits[visit]) for kind, visit, _ in rank.order)
+        visits = ((kind, *lane.visits[visit]) for kind, visit, _ in rank.order)
         rows.append(tuple(Action(stage, kind, micro_batch) for kind, stage, micro_batch in visits))
         choices |= {lane.visits[visit]: _choice(rank, visit) for visit in range(len(lane.visits))}
         moves += _moves(lane, rank)

@@ -156,13 +156,13 @@ class _Rank:
         lane, place = self.lane, self.place
         self.windows.append(_Losses(self.capacity, place, start_seconds))
         visit, kind = lane.visit_at[place], lane.kinds[place]
-        if kind == FORWARD:
+        if kind is FORWARD:
             self.alive.add(visit)
-        elif self.gain and place and lane.kinds[place - 1] == FORWARD:
+        elif self.gain and place and lane.kinds[place - 1] is FORWARD:
             self._turn(place, visit)
         waits = self.capacity.passed(place, self.windows)
         self._count_turns()
-        self.alive -= {visit} if kind != FORWARD else set()
+        self.alive -= {visit} if kind is not FORWARD else set()
         ends = list(map(self._end, self.windows, waits))
         latest = max(ends)
         while len(self.windows) > _MOST_WINDOWS:

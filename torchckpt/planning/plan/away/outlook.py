@@ -36,7 +36,7 @@ def leaving(
     chosen, flying, free = list(away), [0.0] * len(starts), 0.0
     queue: deque[tuple[float, float]] = deque()
     for place, (kind, visit) in enumerate(zip(lane.kinds, lane.visit_at)):
-        if kind != FORWARD:
+        if kind is not FORWARD:
             continue
         work, start = works[visit], starts[place]
         for block in range(away[visit]):
@@ -67,7 +67,7 @@ def returning(
     chosen, latest, last = list(away), [], _LONG
     for visit in reversed(range(len(away))):
         work, place = works[visit], lane.backward_place[visit]
-        until = work.inputs_until if splits and lane.kinds[place] == INPUT_GRAD else work.whole_until
+        until = work.inputs_until if splits and lane.kinds[place] is INPUT_GRAD else work.whole_until
         for block in range(away[visit]):
             use = starts[place] + until[-1] - until[block + 1]
             if use - last > limit:
@@ -113,7 +113,7 @@ class Outlook:
         for place, (kind, visit) in enumerate(zip(lane.kinds, lane.visit_at)):
             work, gone, drops, end = works[visit], away[visit], dropped[visit], starts[place]
             self.work_until.append(seconds)
-            if kind == FORWARD:
+            if kind is FORWARD:
                 level = alive + work.forward_bytes(gone, drops, self.flying[place])
                 alive += work.held_bytes(gone, drops)
                 seconds += work.forward_until[-1]
@@ -124,7 +124,7 @@ class Outlook:
                 seconds += work.whole_until[-1] + work.replay_until[gone + drops] - work.replay_until[gone]
             while due < len(places) and self.latest[due] < end:
                 due += 1
-            while used < len(places) and places[used] < place + (kind == FORWARD):
+            while used < len(places) and places[used] < place + (kind is FORWARD):
                 used += 1
             self.due.append(due)
             self.levels.append(level + (moved_until[due] - moved_until[used] if due > used else 0.0))

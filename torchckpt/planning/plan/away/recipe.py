@@ -69,7 +69,7 @@ class Kitchen:
         level, away = 0.0, list(away)
         for kind, visit in zip(self.lane.kinds, self.lane.visit_at):
             moved = self.works[visit].moved_until[away[visit]]
-            if kind != FORWARD:
+            if kind is not FORWARD:
                 alive.discard(visit)
                 level -= moved
                 continue
@@ -88,7 +88,7 @@ class Kitchen:
         alive: list[int] = []
         freed = 0.0
         for place, (kind, visit) in enumerate(zip(lane.kinds, lane.visit_at)):
-            if kind != FORWARD:
+            if kind is not FORWARD:
                 alive.remove(visit)
                 freed -= sum(works[visit].freed[away[visit] : away[visit] + dropped[visit]])
                 continue

@@ -66,7 +66,7 @@ class _Rank:
             self.windows.append(Window(self.capacity, place, start_seconds))
         waits = self.capacity.passed(place, self.windows)
         self.end_seconds = max(window.seconds + wait for window, wait in zip(self.windows, waits))
-        if lane.kinds[place] != FORWARD:
+        if lane.kinds[place] is not FORWARD:
             self._prune()
         while len(self.windows) > self.most_windows:
             self.windows.remove(min(self.windows, key=lambda window: window.seconds))
