@@ -32,7 +32,7 @@ from torchckpt.planning.plan.search.lane import FORWARD, Lane
 from torchckpt.planning.plan.search.window import Capacity, Window
 from torchckpt.planning.work.block import Stage
 
-__all__ = ["bound_seconds", "emptied"]
+__all__ = ["bound_seconds"]
 
 _MOST_WINDOWS = 100
 """The most windows of a rank at once. Those with the lowest bounds are closed first."""
@@ -43,7 +43,7 @@ def bound_seconds(problem: Problem) -> float:
     host = problem.host
     if host is None:
         return problem.bound_seconds
-    empty = emptied(problem)
+    empty = replace(problem, stages=tuple(map(_emptied, problem.stages)), host=None)
     if empty.too_small:
         return math.inf
     pairs = zip(empty.lanes, _scales(problem, empty))
@@ -55,12 +55,8 @@ def bound_seconds(problem: Problem) -> float:
     return max([both.bound_seconds, *(rank.last_seconds() for rank in ranks)])
 
 
-def emptied(problem: Problem) -> Problem:
-    """The problem without a host in which a block that is dropped holds what never moves."""
-    return replace(problem, stages=tuple(map(_emptied, problem.stages)), host=None)
-
-
 def _emptied(stage: Stage) -> Stage:
+    """The stage in which a block that is dropped holds what never moves."""
     stays = [block.saved_bytes - stage.moved_bytes(index) for index, block in enumerate(stage.blocks)]
     blocks = (
         replace(block, boundary_bytes=min(block.boundary_bytes, least), moved_bytes=None)
