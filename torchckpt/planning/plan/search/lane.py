@@ -23,8 +23,8 @@ from torchckpt.planning.work.block import Block, Stage
 from torchckpt.planning.work.choice import Choice
 
 __all__ = [
-    "BACKWARD", "CHOICES", "DROP_ORDERS", "FORWARD", "INPUT_GRAD", "RECOMPUTE", "WEIGHT_GRAD", "Holding",
-    "Holdings", "Lane", "Reserve",
+    "BACKWARD", "CHOICES", "DROP_ORDERS", "FORWARD", "INPUT_GRAD", "RECOMPUTE", "WEIGHT_GRAD", "Holding", "Holdings",
+    "Lane", "Reserve", "density",
 ]
 
 FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD, RECOMPUTE = Kind
