@@ -5,7 +5,7 @@
     simulator         a step, or one rank of it
     recipe            a few numbers that give the choices of a rank
     rank              what a rank does at each boundary
-    outlook           what it can expect
+    outlook           its choices, and what it can expect
     work              what stages take
 """
 from __future__ import annotations

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from torchckpt.planning.order.schedule import Kind
-from torchckpt.planning.plan.away.outlook import Outlook, Times
+from torchckpt.planning.plan.away.outlook import Gene, Outlook
 from torchckpt.planning.plan.away.work import Work
 from torchckpt.planning.plan.search.lane import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Lane
 from torchckpt.planning.work.host import Host
 
-__all__ = ["Gene", "Habits", "Rank", "Unfit"]
+__all__ = ["Rank", "Unfit"]
 
 _LOOK = 4
 """A rank looks at so many visits with dropped blocks for an early recompute."""
@@ -32,34 +31,6 @@ _ROUNDING = 1e-9
 
 class Unfit(Exception):
     """There is no room for a block, or the step takes longer than it may."""
-
-
-class Habits(NamedTuple):
-    """How a rank decides. Seconds are in forwards of its blocks."""
-
-    early: float = 2.0
-    """Issue copies back so much before their latest start."""
-    overdue: float = 1.0
-    """Drop blocks for a copy back that would start so late."""
-    flying: float = 1.0
-    """Expect this share of what is on its way out when a forward ends. For less, the rank waits later."""
-    drops: bool = True
-    """Whether blocks are dropped at all."""
-    pending: int = 1 << 30
-    """Have so many weight gradients wait; below 0, split no backward."""
-
-
-class Gene(NamedTuple):
-    """The choices of one rank. By visit, the blocks that go, and those that are recomputed at least."""
-
-    away: Sequence[int]
-    dropped: Sequence[int]
-    habits: Habits
-    times: Times
-    """Of a step like the one to come."""
-    until: float
-    """When the step is to end. An action that ends more than ``times.tail`` seconds before that has time to wait."""
-    has_budget: bool = True
 
 
 class Rank:

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torchckpt.planning.order.program import Run, run
-from torchckpt.planning.plan.away.outlook import Outlook, Times
-from torchckpt.planning.plan.away.rank import Gene, Habits, Rank, Unfit
+from torchckpt.planning.plan.away.outlook import Gene, Habits, Outlook, Times
+from torchckpt.planning.plan.away.rank import Rank, Unfit
 from torchckpt.planning.plan.away.work import Work
 from torchckpt.planning.plan.problem import Problem
 from torchckpt.planning.work.host import Host
@@ -86,9 +86,7 @@ class Simulator:
     def _outlook(self, index: int, gene: Gene) -> Outlook:
         if index in self._outlooks and self._outlooks[index][0] is gene:
             return self._outlooks[index][1]
-        pace = 1 + self.host.half_duplex
-        arguments = gene.away, gene.dropped, gene.times.starts, pace, gene.habits.flying, gene.habits.pending >= 0
-        return Outlook(self.lanes[index], self.works[index], *arguments)
+        return Outlook(self.lanes[index], self.works[index], gene, 1 + self.host.half_duplex)
 
     def times(self, played: Played) -> list[Times]:
         """The times of each rank."""
