@@ -236,10 +236,9 @@ class Step:
 
     def _messages(self) -> tuple[Message, ...]:
         return tuple(
-            message_of(self.schedule, action, self.run, token)
-            for pair in zip(self.program.actions, self.program.ranks)
-            for action, (_, token, _, _, _) in zip(*pair)
-            if token != NOTHING and self.run.sent[token] >= 0.0
+            message_of(self.schedule, self.program.actions[rank][place], self.run, token)
+            for token, (rank, place) in self.program.senders.items()
+            if self.run.sent[token] >= 0.0
         )
 
     def _exposed(self) -> Iterator[float]:
