@@ -88,18 +88,13 @@ class Holdings:
         self.input_grad_seconds = stage.input_grad_seconds
         self.weight_grad_seconds = stage.weight_grad_seconds
         self.backward_seconds = stage.input_grad_seconds + stage.weight_grad_seconds
-        self.orders = _drop_orders(stage)
+        orders = _drop_orders(stage)
         self._by_dropped: dict[tuple[int, ...], Holding] = {}
-        self.levels = {
-            name: [self.without(order[:count]) for count in range(len(order) + 1)]
-            for name, order in self.orders.items()
-        }
+        self.levels = {name: [self.without(order[:n]) for n in range(len(order) + 1)] for name, order in orders.items()}
         """The holding after each number of drops, by drop order."""
-        self.droppable = len(self.orders[DROP_ORDERS[0]])
+        self.droppable = len(orders[DROP_ORDERS[0]])
         """The number of blocks that free bytes if they are dropped."""
-        self.densities = {
-            name: [density(stage.blocks[place]) for place in order] for name, order in self.orders.items()
-        }
+        self.densities = {name: [density(stage.blocks[place]) for place in order] for name, order in orders.items()}
 
     def without(self, dropped: Sequence[int]) -> Holding:
         key = tuple(sorted(dropped))
