@@ -46,12 +46,12 @@ def reduced(group):
 
 def test_groups_are_dimensions_and_their_products():
     layout = Layout({"pp": 2, "dp": 2, "tp": 3}, 7)
-    assert layout.dimension_of((6, 7, 8)) == "tp"
-    assert layout.dimension_of((10, 7)) == "dp"
-    assert layout.dimension_of((1, 7)) == "pp"
-    assert layout.dimension_of((6, 7, 8, 9, 10, 11)) == "dp_tp"
-    assert layout.dimension_of((1, 4, 7, 10)) == "pp_dp"
-    assert Layout({"dp": 1, "tp": 2}, 0).dimension_of((0,)) == "dp"
+    assert layout.dimensions_of((6, 7, 8)) == ("tp",)
+    assert layout.dimensions_of((10, 7)) == ("dp",)
+    assert layout.dimensions_of((1, 7)) == ("pp",)
+    assert layout.dimensions_of((6, 7, 8, 9, 10, 11)) == ("dp", "tp")
+    assert layout.dimensions_of((1, 4, 7, 10)) == ("pp", "dp")
+    assert Layout({"dp": 1, "tp": 2}, 0).dimensions_of((0,)) == ("dp",)
 
 
 def test_nothing_stays_behind():

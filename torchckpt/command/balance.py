@@ -36,13 +36,8 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     balance = add_command(commands, "balance", short, description, _EXAMPLES)
     balance.add_argument("module", metavar="MODULE:FUNCTION", help="what returns the layers and an example of a call")
     balance.add_argument("--stages", type=count, required=True, metavar="P", help="of the whole pipeline")
-    balance.add_argument(
-        "--input",
-        type=shape,
-        action="append",
-        metavar="SHAPE",
-        help="of one micro-batch, such as 8,128, in place of the example; again for each further input",
-    )
+    text = "of one micro-batch, such as 8,128, in place of the example; again for each further input"
+    balance.add_argument("--input", type=shape, action="append", metavar="SHAPE", help=text)
     balance.add_argument("--dtype", choices=_DTYPES, help="of --input (default: float32)")
     balance.add_argument("--by", choices=("time", "bytes"), default="time", help="default: %(default)s")
     balance.add_argument("--json", action="store_true", help="print JSON instead of the table")

@@ -28,13 +28,11 @@ _OF_NUMBERS = (
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add the target, and what its costs depend on."""
-    parser.add_argument(
-        "target",
-        nargs="?",
-        metavar="MODULE:FUNCTION",
-        help="what returns the stages, what the first is called with, and maybe the loss; in place of --stages, "
-        "--blocks and what a block takes",
+    text = (
+        "what returns the stages, what the first is called with, and maybe the loss; in place of --stages, --blocks "
+        "and what a block takes"
     )
+    parser.add_argument("target", nargs="?", metavar="MODULE:FUNCTION", help=text)
     group = parser.add_argument_group("model", "with MODULE:FUNCTION: counted without running it")
     group.add_argument("--device", type=_device, metavar="NAME", help=f"one of {', '.join(DEVICES)}")
     text = "of its peak of FLOPs, whatever is computed; default: by kind and size of operation"

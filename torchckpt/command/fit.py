@@ -119,25 +119,13 @@ def _numbers(plan: Plan) -> dict[str, Any]:
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("plan")
-    group.add_argument(
-        "--budget",
-        type=_budget,
-        metavar="SIZE",
-        help="of activations and gradients: 100MB, 6GiB; or a share of eager's peak: 40%% (default: none)",
-    )
+    text = "of activations and gradients: 100MB, 6GiB; or a share of eager's peak: 40%% (default: none)"
+    group.add_argument("--budget", type=_budget, metavar="SIZE", help=text)
     group.add_argument("--keep", type=_keep, metavar="POLICY|NAMES", help="what to save for the backward")
-    group.add_argument(
-        "--costs",
-        choices=("roofline", "profile"),
-        default="roofline",
-        help="count what operations take, or run each kind of them (default: %(default)s)",
-    )
-    group.add_argument(
-        "--rng",
-        choices=("keep", "replay"),
-        default="keep",
-        help="keep what random operations made, or draw it again (default: %(default)s)",
-    )
+    text = "count what operations take, or run each kind of them (default: %(default)s)"
+    group.add_argument("--costs", choices=("roofline", "profile"), default="roofline", help=text)
+    text = "keep what random operations made, or draw it again (default: %(default)s)"
+    group.add_argument("--rng", choices=("keep", "replay"), default="keep", help=text)
     group.add_argument("--exact", action="store_true", help="prove the least time under the budget; for small models")
 
 

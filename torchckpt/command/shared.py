@@ -101,13 +101,8 @@ def add_command(
     commands: argparse._SubParsersAction[Parser], name: str, short: str, description: str, epilog: str
 ) -> Parser:
     """The parser of one command; ``short`` is its line in the help of all."""
-    return commands.add_parser(
-        name,
-        help=short,
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    return commands.add_parser(name, help=short, description=description, epilog=epilog, formatter_class=form)
 
 
 def add_schedule(

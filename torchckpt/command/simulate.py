@@ -128,13 +128,8 @@ def _policies(text: str) -> list[str]:
 def _add_schedule(parser: argparse.ArgumentParser) -> None:
     group = add_schedule(parser, schedule_name)
     group.add_argument("--chunks", type=count, metavar="N", help="stages per rank, where the schedule leaves that open")
-    group.add_argument(
-        "--compare",
-        type=_policies,
-        default="none,arrival,ahead",
-        metavar="LIST",
-        help="ways to recompute, a row and a picture each (default: %(default)s)",
-    )
+    text = "ways to recompute, a row and a picture each (default: %(default)s)"
+    group.add_argument("--compare", type=_policies, default="none,arrival,ahead", metavar="LIST", help=text)
 
 
 def _add_costs(parser: argparse.ArgumentParser) -> None:

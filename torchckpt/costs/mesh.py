@@ -25,11 +25,6 @@ class Layout:
     sizes: dict[str, int]
     rank: int
 
-    def dimension_of(self, ranks: tuple[int, ...]) -> str:
-        """The name of the dimension that ``ranks`` are along; of several, their names with underscores between. An
-        ArgumentError, if they are along none."""
-        return "_".join(self.dimensions_of(ranks))
-
     def dimensions_of(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
         """The names of the dimensions that ``ranks`` are along. An ArgumentError, if there are none."""
         choices = (names for count in range(1, len(self.sizes) + 1) for names in combinations(self.sizes, count))

@@ -103,7 +103,7 @@ class ParallelLedger(Ledger):  # type: ignore[no-untyped-call]  # untyped in tor
         ranks = group_of(operator, args, kwargs)
         sides = [tensors_in(side) for side in (*args, *kwargs.values(), outputs)]
         size = max(sum(tensor.numel() * tensor.element_size() for tensor in side) for side in sides)
-        collective = Collective(kind, size, len(ranks), self._layout.dimension_of(ranks), "")
+        collective = Collective(kind, size, len(ranks), "_".join(self._layout.dimensions_of(ranks)), "")
         seconds, storages = self._seconds(collective, ranks), set(storages_in(sides))
         if self._buffers.isdisjoint(storages):
             for phase in self.phases:

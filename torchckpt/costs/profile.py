@@ -33,8 +33,7 @@ _ROUNDS = 5
 
 def device_here() -> torch.device:
     """The accelerator of this machine; the CPU where there is none."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return accelerator or torch.device("cpu")
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 class _Timed(Parts):

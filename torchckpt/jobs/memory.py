@@ -49,39 +49,28 @@ def memory_of(job: Job, peaks: Sequence[float] | None = None) -> list[RankMemory
 
 
 def _rank(job: Job, rank: int, peak: float) -> RankMemory:
-    layout, software = job.layout, job.layout.software
+    software, is_fsdp = job.layout.software, job.layout.state == "fsdp2"
     parameters, shared = sum(job.rank_parameters[rank]), job.shared(*job.rank_parameters[rank])
-    held, working = job.held_loss_bytes(rank), job.working_bytes(rank)
+    held = job.held_loss_bytes(rank)
     peak += 0.0 if job.holds_loss else held
     if software.offloads:
         peak = held + 0.1 * (peak - held)
-    if layout.state == "fsdp2":
-        return _fsdp(job, rank, peak)
-    gradients = shared if software.gradients_shared else parameters
     return RankMemory(
-        parameters * software.parameter_bytes,
-        gradients * software.gradient_bytes - job.missing_bytes(rank, peak),
+        (shared if is_fsdp else parameters) * software.parameter_bytes,
+        (shared if is_fsdp or software.gradients_shared else parameters) * software.gradient_bytes
+        - job.missing_bytes(rank, peak),
         shared * software.optimizer_bytes,
-        0.0,
-        peak,
-        working,
-    )
-
-
-def _fsdp(job: Job, rank: int, peak: float) -> RankMemory:
-    """FSDP2 gathers two layers at once, and the ends. In a pipeline it keeps what it gathered, and gradients whole."""
-    layout, software, model = job.layout, job.layout.software, job.model
-    parameters, shared = sum(job.rank_parameters[rank]), job.shared(*job.rank_parameters[rank])
-    unit = max((sum(job.held_parameters(layer)) for layer in job.rank_layers[rank]), default=0.0)
-    ends = model.embedding_parameters / layout.tp * (1 if model.tied else 2)
-    whole = layout.pp > 1 or not software.resharded
-    gathered = 2 * parameters if whole else 4 * unit + 2 * ends
-    gathered += 4 * parameters if layout.pp > 1 else 0.0
-    return RankMemory(
-        software.parameter_bytes * shared,
-        software.gradient_bytes * shared - job.missing_bytes(rank, peak),
-        software.optimizer_bytes * shared,
-        gathered,
+        _gathered(job, rank, parameters) if is_fsdp else 0.0,
         peak,
         job.working_bytes(rank),
     )
+
+
+def _gathered(job: Job, rank: int, parameters: float) -> float:
+    """FSDP2 gathers two layers at once, and the ends. In a pipeline it keeps what it gathered, and gradients whole."""
+    if job.layout.pp > 1:
+        return 2 * parameters + 4 * parameters
+    if not job.layout.software.resharded:
+        return 2 * parameters
+    unit = max((sum(job.held_parameters(layer)) for layer in job.rank_layers[rank]), default=0.0)
+    return 4 * unit + 2 * (job.model.embedding_parameters / job.layout.tp * (1 if job.model.tied else 2))

@@ -17,7 +17,7 @@ from torchckpt.distributed import phases, recompute_ahead
 from torchckpt.errors import ArgumentError, BudgetInfeasible, CheckpointError, ScheduleError
 from torchckpt.planning import Kind
 from torchckpt.planning.plan.run import fit_measured
-from torchckpt.planning.plan.run.extra_memory import beside_of, highest_bytes, peak_bytes
+from torchckpt.planning.plan.run.extra_memory import beside_of, highest_bytes, peaks_of
 from torchckpt.regions.moved.copies import copies_of
 from torchckpt.regions.moved.region import Moved
 from torchckpt.testing import count_recomputes
@@ -110,7 +110,7 @@ def test_no_action_takes_more_than_planned(accelerator, name, budget, monkeypatc
     # A replay that takes more than the backward behind it counts for a block that is kept, too.
     for action, highest in zip(planned.schedule.ranks[0], highest_bytes(planned, 0, beside)):
         assert schedule._phase.levels[action].highest <= highest, action
-    assert max(level.highest for level in schedule._phase.levels.values()) == peak_bytes(planned, 0, beside)
+    assert max(level.highest for level in schedule._phase.levels.values()) == peaks_of(planned, beside)[0]
 
 
 def with_seconds(monkeypatch, seconds, rate):

@@ -14,7 +14,7 @@ from torchckpt.planning import Block, Host, Stage, fixed, gpipe, one_f_one_b, zb
 from torchckpt.planning.order.schedules import named_schedule
 from torchckpt.planning.plan import plan_pipeline
 from torchckpt.planning.plan.away import Simulator, _away
-from torchckpt.planning.plan.away.rank import Gene, Habits
+from torchckpt.planning.plan.away.outlook import Gene, Habits
 from torchckpt.planning.plan.problem import problem_of
 from torchckpt.planning.plan.search.lane import BACKWARD
 

@@ -20,8 +20,8 @@ from torchckpt.planning import Action, Choice, Kind, Link, Schedule, arrival, wi
 from torchckpt.planning.budget import Bytes
 from torchckpt.planning.plan import PipelinePlan
 from torchckpt.planning.plan.figures import WholeStep
-from torchckpt.planning.plan.run.extra_memory import MeasuredStep, beside_of, peak_bytes
-from torchckpt.planning.plan.run.fit_measured import Fitted, fitted, peaks_of
+from torchckpt.planning.plan.run.extra_memory import MeasuredStep, beside_of, peaks_of
+from torchckpt.planning.plan.run.fit_measured import Fitted, fitted
 from torchckpt.planning.plan.run.repair import repaired
 from torchckpt.planning.step.measured import measured_step
 from torchckpt.planning.step.memory import Level
@@ -83,7 +83,7 @@ def whole_bytes(order: Schedule, counted: Counted) -> float:
     """What the device that takes most takes in a step that keeps everything."""
     took, stages, links = _took(order, counted)
     kept, beside = Step(order, stages, links), beside_of([took], stages)
-    return max(peak_bytes(kept, rank, beside) for rank in range(len(order.ranks)))
+    return max(peaks_of(kept, beside))
 
 
 def _took(order: Schedule, counted: Counted) -> tuple[MeasuredStep, tuple[Work, ...], tuple[Link, ...]]:
@@ -107,7 +107,7 @@ def _in_graph(best: Fitted, took: MeasuredStep, lookahead: int) -> Fitted:
     orders = ((with_recompute(took.schedule, choices, lookahead), choices) for choices in (best.plan.choices, late))
     plans = [PipelinePlan.of(problem, *order) for order in orders]
     plans += [plan for plan in [repaired(plan, limits, beside) for plan in plans] if plan is not None]
-    tries = [Fitted(plan, limits, peaks_of(plan, beside)) for plan in plans]
+    tries = [Fitted(plan, limits, peaks_of(plan.step, beside)) for plan in plans]
     return min((tried for tried in tries if tried.fits), key=lambda tried: tried.plan.step_seconds, default=tries[1])
 
 

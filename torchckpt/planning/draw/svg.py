@@ -82,7 +82,7 @@ def svg(
     canvas = Canvas(_WIDTH)
     y, titles = canvas.headed(_LEFT, title, subtitle), [title] if title else []
     for index, timeline in enumerate(timelines):
-        name = names[index] if index < len(names) else _name(timeline)
+        name = names[index] if index < len(names) else f"{timeline.schedule.name}, {timeline.schedule.counts}"
         facts = _facts(timeline, timelines[0] if index else None, layout.units)
         titles.append(f"{name}: {facts}")
         y = _panel(canvas, timeline, (name, facts), layout, y, lines[index] if index < len(lines) else {})
@@ -153,11 +153,6 @@ def _fits(text: str, width: float, height: float) -> bool:
 def _label_size(height: float) -> float:
     """The size of the font of labels in boxes."""
     return min(11.5, height * 0.72)
-
-
-def _name(timeline: TimelineFigures) -> str:
-    schedule = timeline.schedule
-    return f"{schedule.name}, {schedule.counts}"
 
 
 def _facts(timeline: TimelineFigures, first: TimelineFigures | None, units: Units) -> str:

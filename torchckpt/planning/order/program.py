@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from heapq import heappop, heappush
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -38,6 +39,12 @@ class Program:
     initial: tuple[int, ...]
     """The tokens that exist from the start: the inputs of the first stage, and the gradients of the last stage."""
     wires: int
+
+    @cached_property
+    def senders(self) -> dict[int, tuple[int, int]]:
+        """By token, the rank and the position of the instruction that produces it."""
+        places = ((rank, place, each[1]) for rank, row in enumerate(self.ranks) for place, each in enumerate(row))
+        return {gives: (rank, place) for rank, place, gives in places if gives >= 0}
 
 
 _ABSENT = -1.0
@@ -188,7 +195,7 @@ class Deciding(Protocol[_Decision]):
 def run_deciding(
     program: Program,
     ranks: Sequence[Deciding[Any]],
-    expected: Sequence[float] | None = None,
+    expected: Sequence[float] = (),
     limit_seconds: float = _FOREVER,
 ) -> tuple[list[float], dict[int, tuple[int, int]]] | None:
     """Run ``program`` on ranks that decide. A running action is never interrupted.

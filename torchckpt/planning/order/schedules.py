@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 
 from torchckpt.errors import Fault, called, check
-from torchckpt.planning.order.schedule import Action, Kind, Schedule, Visit, enough, in_turn, phases, visits, whole
+from torchckpt.planning.order.schedule import Action, Schedule, Visit, enough, in_turn, phases, visits, whole
 
 __all__ = [
     "CHUNKS", "FOLDED", "NAMES", "SPLIT", "dualpipe_v", "eager_one_f_one_b", "full_name", "gpipe",
@@ -30,10 +30,10 @@ def gpipe(p: int, m: int, *, last_first: bool = False) -> Schedule:
             micro-batch first, as torch does.
     """
     check([*whole("p", p), *whole("m", m)])
-    back = range(m)[::-1] if last_first else range(m)
 
     def order(stage: int) -> Iterable[Action]:
-        return [*(Action(stage, Kind.FORWARD, i) for i in range(m)), *(Action(stage, Kind.BACKWARD, i) for i in back)]
+        forwards = visits([stage], m, m)
+        return in_turn(forwards, forwards[::-1] if last_first else forwards, ahead=m)
 
     return _looped("gpipe", p, 1, m, order)
 
@@ -91,9 +91,8 @@ def looped_bfs(ranks: int, chunks: int, m: int) -> Schedule:
     check([*whole("ranks", ranks), *whole("chunks", chunks), *whole("m", m)])
 
     def order(rank: int) -> Iterable[Action]:
-        stages = range(rank, ranks * chunks, ranks)
-        forwards = (Action(stage, Kind.FORWARD, i) for stage in stages for i in range(m))
-        return [*forwards, *(Action(j, Kind.BACKWARD, i) for j in stages[::-1] for i in range(m)[::-1])]
+        forwards = visits(range(rank, ranks * chunks, ranks), m, m)
+        return in_turn(forwards, forwards[::-1], ahead=len(forwards))
 
     return _looped("looped_bfs", ranks, chunks, m, order)
 

@@ -12,7 +12,7 @@ from torchckpt.planning.order.schedules import CHUNKS, NAMES, named_schedule
 from torchckpt.planning.plan.pipeline import planned, planned_with_moves
 from torchckpt.planning.plan.problem import problem_of
 from torchckpt.planning.plan.result import PipelinePlan
-from torchckpt.planning.work.block import NOTHING, Links, Stage, per_stage, plannable_faults, restaged
+from torchckpt.planning.work.block import NOTHING, Links, Stage, per_stage, restaged
 from torchckpt.planning.work.host import Host
 
 __all__ = ["Comparison", "plan_every"]
@@ -83,8 +83,7 @@ def plan_every(
     """
     count = len(stages) if ranks is None and isinstance(stages, Sequence) else ranks
     check([*whole("ranks", count), *whole("micro_batches", micro_batches)])
-    listed, wrong = per_stage(stages, len(stages))
-    check(wrong or plannable_faults(listed))
+    check(per_stage(stages, len(stages), is_planned=True)[1])
     fitting = list(_fitting(stages, micro_batches, count or 1))
     if not fitting:
         received = f"{len(stages)} stages, {count} ranks, {micro_batches} micro-batches"

@@ -49,16 +49,14 @@ class CountedRule(NamedTuple):
 def everything(problem: Problem, counted: CountedRule | None = None) -> Rule:
     """Recompute every block. ``counted``: what is known of it already."""
     seconds, blocks, peaks = counted or _within_budget(problem, [most_blocks(problem)])
-    none, bound = problem.keep_all.seconds, problem.bound_seconds
-    return Rule("recomputing all", seconds, peaks, none, bound, seconds, blocks)
+    return Rule("recomputing all", seconds, peaks, problem.keep_all.seconds, problem.bound_seconds, seconds, blocks)
 
 
 def same_blocks(problem: Problem, counted: CountedRule | None = None) -> Rule:
     """Recompute the first k blocks of every stage, with the k that makes the shortest step of those that fit."""
     seconds, blocks, peaks = counted or _within_budget(problem, range(most_blocks(problem) + 1))
-    none, bound = problem.keep_all.seconds, problem.bound_seconds
     name = f"the same {'block' if blocks == 1 else f'{blocks} blocks'} on every stage"
-    return Rule(name, seconds, peaks, none, bound, None, blocks)
+    return Rule(name, seconds, peaks, problem.keep_all.seconds, problem.bound_seconds, None, blocks)
 
 
 def most_blocks(problem: Problem) -> int:

@@ -20,12 +20,12 @@ from typing import NoReturn
 from torchckpt.errors import BudgetInfeasible, called
 from torchckpt.planning.budget import Limit, enough, whole
 from torchckpt.planning.order.schedule import Action, Schedule, Visit
-from torchckpt.planning.plan.away import bound_seconds, offload_only, planned_away
+from torchckpt.planning.plan.away import bound_seconds, planned_away
 from torchckpt.planning.plan.figures import Alone
 from torchckpt.planning.plan.problem import Problem, problem_of
 from torchckpt.planning.plan.result import PipelinePlan
 from torchckpt.planning.plan.search.candidates import Candidate, Search
-from torchckpt.planning.plan.search.lane import KINDS, RECOMPUTE, Holding
+from torchckpt.planning.plan.search.lane import RECOMPUTE, Holding
 from torchckpt.planning.work.block import Links, Stages
 from torchckpt.planning.work.choice import Choice, first_blocks
 from torchckpt.planning.work.host import Host
@@ -52,7 +52,8 @@ def planned(problem: Problem) -> PipelinePlan:
 
 def _beside_host(problem: Problem) -> PipelinePlan:
     """The shortest of the plans that send blocks away and of those that do not."""
-    alone, away = replace(problem, host=None), planned_away(problem)
+    alone = replace(problem, host=None)
+    away, offloading = planned_away(problem)
     plans = [] if alone.too_small else [replace(planned(alone), problem=problem)]
     recomputing = plans[0].step_seconds if plans else math.inf
     if away is not None:
@@ -61,7 +62,7 @@ def _beside_host(problem: Problem) -> PipelinePlan:
     if not plans:
         _refuse(problem)
     best = min(plans, key=lambda plan: plan.step_seconds)
-    return replace(best, alone=Alone(recomputing, offload_only(problem)))
+    return replace(best, alone=Alone(recomputing, offloading))
 
 
 def _everything_kept(problem: Problem) -> PipelinePlan | None:
@@ -75,8 +76,8 @@ def _plan(problem: Problem, found: Candidate) -> PipelinePlan:
     ranks: list[tuple[Action, ...]] = []
     choices: dict[Visit, Choice] = {}
     for lane, done, holdings in zip(problem.lanes, found.step.done, found.chosen):
-        early = {visit: blocks for kind, visit, blocks, _, _ in done if kind == RECOMPUTE}
-        visits = ((KINDS[kind], *lane.visits[visit]) for kind, visit, *_ in done)
+        early = {visit: blocks for kind, visit, blocks, _, _ in done if kind is RECOMPUTE}
+        visits = ((kind, *lane.visits[visit]) for kind, visit, *_ in done)
         ranks.append(tuple(Action(stage, kind, i) for kind, stage, i in visits))
         counts = [early.get(visit, 0) for visit in range(len(holdings))]
         choices |= dict(zip(lane.visits, map(Holding.choice, holdings, counts)))

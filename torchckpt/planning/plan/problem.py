@@ -15,16 +15,7 @@ from torchckpt.planning.plan.search.bound import least_seconds
 from torchckpt.planning.plan.search.lane import Holdings, Lane
 from torchckpt.planning.step.placement import recomputed_early, without
 from torchckpt.planning.step.simulated import Step
-from torchckpt.planning.work.block import (
-    Link,
-    Links,
-    Stage,
-    Stages,
-    per_boundary,
-    per_stage,
-    plannable_faults,
-    restaged,
-)
+from torchckpt.planning.work.block import Link, Links, Stage, Stages, per_boundary, per_stage, restaged
 from torchckpt.planning.work.choice import Choices
 from torchckpt.planning.work.host import Host, Move
 
@@ -118,8 +109,7 @@ def problem_of(
     ``link``; then of ``budget`` and ``host``."""
     check_schedule(schedule)
     links, wrong_links = per_boundary(link, schedule.stages)
-    listed, wrong_stages = per_stage(stages, schedule.stages)
-    wrong_stages = wrong_stages or plannable_faults(listed)
+    listed, wrong_stages = per_stage(stages, schedule.stages, is_planned=True)
     check([*_recomputes(schedule), *wrong_stages, *wrong_links])
     keep_all = Step(schedule, tuple(listed), tuple(links))
     host = None if host is None else _counted(host, len(schedule.ranks))

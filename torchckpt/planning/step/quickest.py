@@ -57,29 +57,13 @@ def quickest_of(step: Step, k: int) -> Schedule:
     """The schedule of ``step`` with its recomputes at the best positions that were tried. The step is never longer.
     ``step``: each ``R`` of its schedule runs ``k - 1`` backwards ahead of its own, right before a backward. ``k``: a
     rank recomputes only what one of its next ``k`` backwards needs."""
-    program = _whole_backwards(step)
+    program = step.compiled(apart=False)  # what a backward recomputes late does not move
     trial = _Trial(step.schedule, program, k)
     for patience in _PATIENCES:
         trial.offer(greedy_orders(step.schedule, program, k, patience))
     trial.offer(step.schedule.ranks)
     trial.improve(_WORK // max(1, sum(map(len, step.schedule.ranks))))
     return replace(step.schedule, ranks=trial.orders)
-
-
-def _whole_backwards(step: Step) -> Program:
-    """The program of ``step``; what a backward recomputes late is part of the backward, as it does not move."""
-    ranks = []
-    for rank, instructions in enumerate(step.program.ranks):
-        whole: list[Instruction] = []
-        late_seconds = 0.0
-        for position, (needs, gives, seconds, wire, travel) in enumerate(instructions):
-            if step.is_late(rank, position):
-                late_seconds = seconds
-                continue
-            whole.append((needs, gives, late_seconds + seconds, wire, travel))
-            late_seconds = 0.0
-        ranks.append(tuple(whole))
-    return replace(step.program, ranks=tuple(ranks), actions=step.schedule.ranks)
 
 
 class _Trial:

@@ -56,6 +56,11 @@ class Step:
     @cached_property
     def program(self) -> Program:
         """The program that the simulation runs."""
+        return self.compiled()
+
+    def compiled(self, apart: bool = True) -> Program:
+        """The program. ``apart``: late recomputes are actions of their own. Default: True; else part of backwards."""
+        late = self._late_seconds
         seconds = {
             (stage, kind): value
             for stage, work in enumerate(self.stages)
@@ -71,9 +76,9 @@ class Step:
             stage, kind, i = action
             if kind is Kind.RECOMPUTE:
                 return self._recompute_seconds((stage, i), self.choice((stage, i)).early)
-            return seconds[stage, kind]
+            return seconds[stage, kind] + (0.0 if apart or kind not in BACKWARDS else late.get((stage, i), 0.0))
 
-        return compile_program(self.schedule, seconds_of, self.travel_seconds, self._late_seconds)
+        return compile_program(self.schedule, seconds_of, self.travel_seconds, late if apart else None)
 
     @cached_property
     def _late_seconds(self) -> dict[Visit, float]:
@@ -231,10 +236,9 @@ class Step:
 
     def _messages(self) -> tuple[Message, ...]:
         return tuple(
-            message_of(self.schedule, action, self.run, token)
-            for pair in zip(self.program.actions, self.program.ranks)
-            for action, (_, token, _, _, _) in zip(*pair)
-            if token != NOTHING and self.run.sent[token] >= 0.0
+            message_of(self.schedule, self.program.actions[rank][place], self.run, token)
+            for token, (rank, place) in self.program.senders.items()
+            if self.run.sent[token] >= 0.0
         )
 
     def _exposed(self) -> Iterator[float]:

@@ -78,19 +78,12 @@ class TimedRow(Row):
 
 def _rows(steps: Mapping[str, Step], none: Step, arrival: Step) -> tuple[TimedRow, ...]:
     """The rows of ``steps``, beside the same step that recomputes nothing, and all at arrival."""
-    least, most = none.seconds, arrival.seconds
-    return tuple(
-        TimedRow(
-            name,
-            step.seconds,
-            step.timeline.peak_bytes,
-            least,
-            least + bound_of(step).overhead_seconds,
-            most if step.recomputed else None,
-            step.timeline,
-        )
-        for name, step in steps.items()
-    )
+    rows = []
+    for name, step in steps.items():
+        bound = none.seconds + bound_of(step).overhead_seconds
+        others = none.seconds, bound, arrival.seconds if step.recomputed else None
+        rows.append(TimedRow(name, step.seconds, step.timeline.peak_bytes, *others, step.timeline))
+    return tuple(rows)
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,6 @@ def critical_path(schedule: Schedule, program: Program, played: Run) -> tuple[Ev
 
     If the rank became free and the input arrived at the same moment, the path follows the rank.
     """
-    giver = _givers(program)
     rank = max(range(len(played.ends)), key=lambda rank: played.ends[rank][-1:], default=0)
     position = len(played.ends[rank]) - 1
     path: list[Event | Message] = []
@@ -87,7 +86,7 @@ def critical_path(schedule: Schedule, program: Program, played: Run) -> tuple[Ev
             position = position - 1 if start else NOTHING
             continue
         token = program.ranks[rank][position][0]
-        rank, position = giver[token]
+        rank, position = program.senders[token]
         path.append(message_of(schedule, program.actions[rank][position], played, token))
         while played.sent[token] > played.ends[rank][position]:
             instructions, wire = program.ranks[rank], program.ranks[rank][position][3]  # the one before it on its wire
@@ -95,16 +94,6 @@ def critical_path(schedule: Schedule, program: Program, played: Run) -> tuple[Ev
             token = instructions[position][1]
             path.append(message_of(schedule, program.actions[rank][position], played, token))
     return tuple(reversed(path))
-
-
-def _givers(program: Program) -> list[tuple[int, int]]:
-    """For each token, the rank and the position of the action that produces it."""
-    givers = [(NOTHING, NOTHING)] * program.tokens
-    for rank, instructions in enumerate(program.ranks):
-        for position, (_, gives, _, wire, _) in enumerate(instructions):
-            if wire >= 0:
-                givers[gives] = rank, position
-    return givers
 
 
 def message_of(schedule: Schedule, action: Action, played: Run, token: int) -> Message:

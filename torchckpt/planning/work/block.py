@@ -16,7 +16,7 @@ from torchckpt.errors import Fault, brief, called, raise_fault
 
 __all__ = [
     "NOTHING", "Block", "Link", "Links", "Stage", "Stages", "fixed", "is_amount", "is_number", "per_boundary",
-    "per_stage", "plannable_faults", "restaged",
+    "per_stage", "restaged",
 ]
 
 
@@ -166,18 +166,22 @@ Links: TypeAlias = "float | Link | Sequence[Link]"
 """Between any two neighbouring stages on different ranks: the seconds of a message, a Link, or a list of Links."""
 
 
-def per_stage(stages: Stages, count: int) -> tuple[list[Stage], list[Fault]]:
-    """The stages of a schedule that has ``count`` of them, and their faults."""
+def per_stage(stages: Stages, count: int, is_planned: bool = False) -> tuple[list[Stage], list[Fault]]:
+    """The stages of a schedule that has ``count`` of them, and their faults; with what keeps them from being planned,
+    if they are to be. Default: False."""
     rule = f"stages is not a Stage or a Block, or a list with one for each of the schedule's {count}"
     listed, faults = _spread("stages", (Stage, Block), stages, count, rule, f"[Stage((Block(),) * 8)] * {count}")
     for stage, place in _first_places(listed).items():
         where = f"stages[{place}]" if isinstance(stages, Sequence) else "stages"
         faults.extend(_stage_faults(where, stage) if isinstance(stage, Stage) else _numbers(where, stage))
     each = {block: Stage((block,)) for block in _first_places(listed) if isinstance(block, Block)}
-    return ([] if faults else [each[stage] if isinstance(stage, Block) else stage for stage in listed]), faults
+    if faults:
+        return [], faults
+    whole = [each[stage] if isinstance(stage, Block) else stage for stage in listed]
+    return whole, _unplannable(whole) if is_planned else []
 
 
-def plannable_faults(stages: Sequence[Stage]) -> list[Fault]:
+def _unplannable(stages: Sequence[Stage]) -> list[Fault]:
     """What keeps ``stages``, which have no faults, from being planned."""
     places = _first_places(stages)
     faults = [fault for stage in places for fault in _idle_faults(f"stages[{places[stage]}]", stage)]

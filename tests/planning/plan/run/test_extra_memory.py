@@ -7,7 +7,7 @@ import pytest
 
 from tests.planning.plan.by_hand import actions, one_rank
 from torchckpt.planning import Action, Block, Choice, Kind, Schedule, Stage, fixed
-from torchckpt.planning.plan.run.extra_memory import ExtraMemory, MeasuredStep, peak_bytes, with_gradients
+from torchckpt.planning.plan.run.extra_memory import ExtraMemory, MeasuredStep, peaks_of, with_gradients
 from torchckpt.planning.step.memory import Level, Piece
 from torchckpt.planning.step.simulated import Step
 
@@ -62,7 +62,7 @@ def test_a_rank_whose_bytes_were_not_counted_takes_its_activations(choice):
     assert beside == {}
     text = "0F0 0F1 0R0 0B0 0R1 0B1" if choice is EARLY else ORDER
     step = step_of(actions(text), {(0, i): choice for i in range(2)})
-    assert peak_bytes(step, 0, beside) == step.peak_bytes[0]
+    assert peaks_of(step, beside)[0] == step.peak_bytes[0]
 
 
 def test_gradients_that_were_there_count_from_the_first_action_that_makes_them_on():
@@ -91,7 +91,7 @@ def test_gradients_that_were_there_count_from_the_first_action_that_makes_them_o
 )
 def test_the_peak_of_another_step(first, second, peak):
     choices = {(0, 0): first, (0, 1): second}
-    assert peak_bytes(step_of(actions(ORDER), choices), 0, MEASURED.beside(STAGES)) == peak
+    assert peaks_of(step_of(actions(ORDER), choices), MEASURED.beside(STAGES))[0] == peak
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_the_peak_of_another_step(first, second, peak):
 )
 def test_a_forward_takes_what_its_last_block_takes_unless_that_is_kept(choice, peak):
     beside = MEASURED.beside(STAGES)
-    assert peak_bytes(step_of(actions("0F0"), {(0, 0): choice}), 0, beside) == peak
+    assert peaks_of(step_of(actions("0F0"), {(0, 0): choice}), beside)[0] == peak
 
 
 def test_a_backward_takes_before_it_recomputes_what_it_took_then():
@@ -113,7 +113,7 @@ def test_a_backward_takes_before_it_recomputes_what_it_took_then():
     measured = took(ORDER, f0=(4, 4), f1=(8, 8), b0=(20, 4, 18), b1=(16, 0, 14))
     beside = measured.beside(STAGES)
     assert beside[Action(0, Kind.BACKWARD, 0)] == ExtraMemory(5, 0, 10)
-    assert peak_bytes(step_of(actions(ORDER), {(0, 0): KEPT, (0, 1): KEPT}), 0, beside) == 44 + 10
+    assert peaks_of(step_of(actions(ORDER), {(0, 0): KEPT, (0, 1): KEPT}), beside)[0] == 44 + 10
 
 
 UNLIKE = [Stage((Block(saved_bytes=10.0, boundary_bytes=1.0), Block(saved_bytes=3.0, boundary_bytes=1.0)),
@@ -129,7 +129,7 @@ def peak_of(pieces, choice):
     level = Level(max(highest for _, _, highest, _ in pieces), 0.0, 0.0, tuple(Piece(*piece) for piece in pieces))
     measured = replace(measured, levels={**measured.levels, Action(0, Kind.BACKWARD, 0): level})
     step = replace(step_of(actions("0F0 0B0"), {(0, 0): choice}), stages=tuple(UNLIKE))
-    return peak_bytes(step, 0, measured.beside(UNLIKE))
+    return peaks_of(step, measured.beside(UNLIKE))[0]
 
 
 @pytest.mark.parametrize(
@@ -158,12 +158,12 @@ def test_pieces_that_are_not_one_block_after_the_other_say_nothing():
 
 def test_a_recompute_that_was_none_takes_what_its_forward_took():
     beside = {Action(0, Kind.FORWARD, 0): ExtraMemory(15, 1), Action(0, Kind.RECOMPUTE, 0): ExtraMemory(0, 0)}
-    assert peak_bytes(step_of(actions("0F0 0R0"), {(0, 0): EARLY}), 0, beside) == 22 + 1 + (14 - 9)
+    assert peaks_of(step_of(actions("0F0 0R0"), {(0, 0): EARLY}), beside)[0] == 22 + 1 + (14 - 9)
 
 
 def test_a_split_backward_that_is_done_whole_takes_what_its_parts_took():
     beside = {Action(0, Kind.INPUT_GRAD, 0): ExtraMemory(4, 3), Action(0, Kind.WEIGHT_GRAD, 0): ExtraMemory(2, -3)}
-    assert peak_bytes(step_of(actions("0F0 0B0"), {(0, 0): KEPT}), 0, beside) == 22 + 5
+    assert peaks_of(step_of(actions("0F0 0B0"), {(0, 0): KEPT}), beside)[0] == 22 + 5
 
 
 def test_weight_gradients_that_wait_are_counted_each():
@@ -174,5 +174,5 @@ def test_weight_gradients_that_wait_are_counted_each():
         for kind, own in ((Kind.INPUT_GRAD, ExtraMemory(3, 3)), (Kind.WEIGHT_GRAD, ExtraMemory(0, -3)))
     }
     choices = {(0, 0): KEPT, (0, 1): KEPT}
-    assert peak_bytes(step_of(actions("0F0 0F1 0I0 0W0 0I1 0W1"), choices), 0, beside) == 44 + 3
-    assert peak_bytes(step_of(actions("0F0 0F1 0I0 0I1 0W0 0W1"), choices), 0, beside) == 44 + 6
+    assert peaks_of(step_of(actions("0F0 0F1 0I0 0W0 0I1 0W1"), choices), beside)[0] == 44 + 3
+    assert peaks_of(step_of(actions("0F0 0F1 0I0 0I1 0W0 0W1"), choices), beside)[0] == 44 + 6

@@ -12,8 +12,8 @@ from tests.slow import slow
 from torchckpt.errors import ArgumentError, BudgetInfeasible
 from torchckpt.planning import Block, Choice, Kind, Link, Stage, one_f_one_b, with_recompute, zero_bubble
 from torchckpt.planning.plan import PipelinePlan, plan_pipeline
-from torchckpt.planning.plan.run.extra_memory import MeasuredStep, beside_of
-from torchckpt.planning.plan.run.fit_measured import fitted, peaks_of
+from torchckpt.planning.plan.run.extra_memory import MeasuredStep, beside_of, peaks_of
+from torchckpt.planning.plan.run.fit_measured import fitted
 from torchckpt.planning.plan.run.order import before_pairs, done_whole
 from torchckpt.planning.step.memory import Level
 from torchckpt.planning.step.simulated import Step
@@ -189,7 +189,7 @@ def test_rules_beside_a_plan_fit_as_it_does_and_are_no_shorter(seed, budget):
     fitting = []
     for count in range(5):
         plan = PipelinePlan(found.plan.problem, SCHEDULE, first_blocks(SCHEDULE, STAGES, count))
-        peaks = peaks_of(plan, beside_of([took], STAGES))
+        peaks = peaks_of(plan.step, beside_of([took], STAGES))
         fitting += [(count, plan.step_seconds)] if all(map(le, peaks, found.budget_bytes)) else []
     assert (same.blocks, same.step_seconds) == fitting[0]
     assert (every.blocks, every.step_seconds) == fitting[-1]

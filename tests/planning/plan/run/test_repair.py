@@ -8,7 +8,7 @@ import pytest
 from torchckpt.planning import Block, Choice, Link, Stage, State, one_f_one_b, zero_bubble
 from torchckpt.planning.plan.problem import problem_of
 from torchckpt.planning.plan.result import PipelinePlan
-from torchckpt.planning.plan.run.extra_memory import ExtraMemory, peak_bytes
+from torchckpt.planning.plan.run.extra_memory import ExtraMemory, peaks_of
 from torchckpt.planning.plan.run.repair import repaired
 from torchckpt.planning.step.placement import recomputed_early, with_recompute
 
@@ -27,7 +27,7 @@ def plan_of(seed, make, state):
 
 
 def peaks(plan, beside):
-    return [peak_bytes(plan.step, rank, beside) for rank in range(3)]
+    return peaks_of(plan.step, beside)
 
 
 @pytest.mark.parametrize("seed", range(5))

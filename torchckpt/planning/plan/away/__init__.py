@@ -5,48 +5,39 @@
     simulator         a step, or one rank of it
     recipe            a few numbers that give the choices of a rank
     rank              what a rank does at each boundary
-    outlook           what it can expect
+    outlook           its choices, and what it can expect
     work              what stages take
 """
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import lru_cache
 from typing import TypeAlias
 
 from torchckpt.planning.order.schedule import Action, Schedule, Visit
 from torchckpt.planning.plan.away.bound import bound_seconds
 from torchckpt.planning.plan.away.rank import Rank
-from torchckpt.planning.plan.away.search import Candidate, Search
+from torchckpt.planning.plan.away.search import Search
 from torchckpt.planning.plan.away.simulator import Simulator
 from torchckpt.planning.plan.problem import Problem
-from torchckpt.planning.plan.search.lane import KINDS, Lane
+from torchckpt.planning.plan.search.lane import Lane
 from torchckpt.planning.work.choice import Choice
 from torchckpt.planning.work.host import Boundary, Move
 
-__all__ = ["bound_seconds", "offload_only", "planned_away"]
+__all__ = ["bound_seconds", "planned_away"]
 
 _Away: TypeAlias = tuple[Schedule, dict[Visit, Choice], tuple[Move, ...]]
 
 
-def planned_away(problem: Problem) -> _Away | None:
-    """The order, the choices and the moves of the shortest plan with a host that is found; None if none fits."""
+def planned_away(problem: Problem) -> tuple[_Away | None, float]:
+    """The order, the choices and the moves of the shortest plan with a host that is found; None if none fits. And the
+    seconds of the shortest in which nothing is recomputed; infinite if none fits."""
     search = _search(problem, drops=True)
-    starts, alone = search.starts(), _offloading(problem)
+    starts = search.starts()
+    alone = min(_search(problem, drops=False).starts(), key=lambda candidate: candidate.step.key, default=None)
     starts = sorted([*starts, *([alone] if alone else [])], key=lambda candidate: candidate.step.key)
-    return _away(problem, search.best(starts).step.ranks) if starts else None
-
-
-def offload_only(problem: Problem) -> float:
-    """The seconds of the shortest plan that is found in which nothing is recomputed; infinite if none fits."""
-    candidate = _offloading(problem)
-    return candidate.step.key[0] if candidate else math.inf
-
-
-@lru_cache(maxsize=1)
-def _offloading(problem: Problem) -> Candidate | None:
-    return min(_search(problem, drops=False).starts(), key=lambda candidate: candidate.step.key, default=None)
+    away = _away(problem, search.best(starts).step.ranks) if starts else None
+    return away, alone.step.key[0] if alone else math.inf
 
 
 def _search(problem: Problem, drops: bool) -> Search:
@@ -59,7 +50,7 @@ def _away(problem: Problem, ranks: list[Rank]) -> _Away:
     choices: dict[Visit, Choice] = {}
     moves: list[Move] = []
     for lane, rank in zip(problem.lanes, ranks):
-        visits = ((KINDS[kind], *lane.visits[visit]) for kind, visit, _ in rank.order)
+        visits = ((kind, *lane.visits[visit]) for kind, visit, _ in rank.order)
         rows.append(tuple(Action(stage, kind, micro_batch) for kind, stage, micro_batch in visits))
         choices |= {lane.visits[visit]: _choice(rank, visit) for visit in range(len(lane.visits))}
         moves += _moves(lane, rank)

@@ -32,7 +32,7 @@ from torchckpt.planning.plan.search.lane import FORWARD, Lane
 from torchckpt.planning.plan.search.window import Capacity, Window
 from torchckpt.planning.work.block import Stage
 
-__all__ = ["bound_seconds", "emptied"]
+__all__ = ["bound_seconds"]
 
 _MOST_WINDOWS = 100
 """The most windows of a rank at once. Those with the lowest bounds are closed first."""
@@ -43,7 +43,7 @@ def bound_seconds(problem: Problem) -> float:
     host = problem.host
     if host is None:
         return problem.bound_seconds
-    empty = emptied(problem)
+    empty = replace(problem, stages=tuple(map(_emptied, problem.stages)), host=None)
     if empty.too_small:
         return math.inf
     pairs = zip(empty.lanes, _scales(problem, empty))
@@ -55,12 +55,8 @@ def bound_seconds(problem: Problem) -> float:
     return max([both.bound_seconds, *(rank.last_seconds() for rank in ranks)])
 
 
-def emptied(problem: Problem) -> Problem:
-    """The problem without a host in which a block that is dropped holds what never moves."""
-    return replace(problem, stages=tuple(map(_emptied, problem.stages)), host=None)
-
-
 def _emptied(stage: Stage) -> Stage:
+    """The stage in which a block that is dropped holds what never moves."""
     stays = [block.saved_bytes - stage.moved_bytes(index) for index, block in enumerate(stage.blocks)]
     blocks = (
         replace(block, boundary_bytes=min(block.boundary_bytes, least), moved_bytes=None)
@@ -156,13 +152,13 @@ class _Rank:
         lane, place = self.lane, self.place
         self.windows.append(_Losses(self.capacity, place, start_seconds, self.alive))
         visit, kind = lane.visit_at[place], lane.kinds[place]
-        if kind == FORWARD:
+        if kind is FORWARD:
             self.alive.add(visit)
-        elif self.gain and place and lane.kinds[place - 1] == FORWARD:
+        elif self.gain and place and lane.kinds[place - 1] is FORWARD:
             self._turn(place, visit)
         waits = self.capacity.passed(place, self.windows)
         self._count_turns()
-        self.alive -= {visit} if kind != FORWARD else set()
+        self.alive -= {visit} if kind is not FORWARD else set()
         ends = list(map(self._end, self.windows, waits))
         latest = max(ends)
         while len(self.windows) > _MOST_WINDOWS:

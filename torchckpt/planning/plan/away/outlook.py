@@ -1,4 +1,4 @@
-"""Outlook: what a rank can expect of the rest of its step, from the times of a step like it.
+"""Outlook: the choices of a rank, and what it can expect of the rest of its step, from the times of a step like it.
 
 Copies out are queued when forwards end, and copies back so that each ends right before its use. So follow the bytes
 that are on their way out at the end of each forward, and when each copy back has to start.
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torchckpt.planning.plan.away.work import Work, sums
 from torchckpt.planning.plan.search.lane import FORWARD, INPUT_GRAD, Lane
 
-__all__ = ["Outlook", "Times", "leaving", "returning"]
+__all__ = ["Gene", "Habits", "Outlook", "Times", "leaving", "returning"]
 
 _LONG = float("inf")
 
@@ -27,6 +27,34 @@ class Times(NamedTuple):
     """From the end of the action to the end of the step, along the longest path."""
 
 
+class Habits(NamedTuple):
+    """How a rank decides. Seconds are in forwards of its blocks."""
+
+    early: float = 2.0
+    """Issue copies back so much before their latest start."""
+    overdue: float = 1.0
+    """Drop blocks for a copy back that would start so late."""
+    flying: float = 1.0
+    """Expect this share of what is on its way out when a forward ends. For less, the rank waits later."""
+    drops: bool = True
+    """Whether blocks are dropped at all."""
+    pending: int = 1 << 30
+    """Have so many weight gradients wait; below 0, split no backward."""
+
+
+class Gene(NamedTuple):
+    """The choices of one rank. By visit, the blocks that go, and those that are recomputed at least."""
+
+    away: Sequence[int]
+    dropped: Sequence[int]
+    habits: Habits
+    times: Times
+    """Of a step like the one to come."""
+    until: float
+    """When the step is to end. An action that ends more than ``times.tail`` seconds before that has time to wait."""
+    has_budget: bool = True
+
+
 def leaving(
     lane: Lane, works: Sequence[Work], away: Sequence[int], starts: Sequence[float], pace: int, limit: float = _LONG
 ) -> tuple[list[int], list[float]]:
@@ -36,7 +64,7 @@ def leaving(
     chosen, flying, free = list(away), [0.0] * len(starts), 0.0
     queue: deque[tuple[float, float]] = deque()
     for place, (kind, visit) in enumerate(zip(lane.kinds, lane.visit_at)):
-        if kind != FORWARD:
+        if kind is not FORWARD:
             continue
         work, start = works[visit], starts[place]
         for block in range(away[visit]):
@@ -54,12 +82,7 @@ def leaving(
 
 
 def returning(
-    lane: Lane,
-    works: Sequence[Work],
-    away: Sequence[int],
-    starts: Sequence[float],
-    pace: int,
-    splits: bool,
+    lane: Lane, works: Sequence[Work], away: Sequence[int], starts: Sequence[float], pace: int, splits: bool,
     limit: float = _LONG,
 ) -> tuple[list[int], list[float]]:
     """How many blocks of each visit can come back no earlier than ``limit`` before their use, and the latest start of
@@ -67,7 +90,7 @@ def returning(
     chosen, latest, last = list(away), [], _LONG
     for visit in reversed(range(len(away))):
         work, place = works[visit], lane.backward_place[visit]
-        until = work.inputs_until if splits and lane.kinds[place] == INPUT_GRAD else work.whole_until
+        until = work.inputs_until if splits and lane.kinds[place] is INPUT_GRAD else work.whole_until
         for block in range(away[visit]):
             use = starts[place] + until[-1] - until[block + 1]
             if use - last > limit:
@@ -81,23 +104,13 @@ def returning(
 class Outlook:
     """What is to come on a rank."""
 
-    def __init__(
-        self,
-        lane: Lane,
-        works: Sequence[Work],
-        away: Sequence[int],
-        dropped: Sequence[int],
-        starts: Sequence[float],
-        pace: int,
-        flying: float,
-        splits: bool,
-    ) -> None:
-        """``flying``: the share to expect of what is on its way out. ``splits``: whether backwards are split."""
+    def __init__(self, lane: Lane, works: Sequence[Work], gene: Gene, pace: int) -> None:
+        away, dropped, starts, habits = gene.away, gene.dropped, gene.times.starts, gene.habits
         self.uses = [(visit, block) for visit in range(len(away)) for block in reversed(range(away[visit]))]
         """Each copy back, in the order of uses."""
-        self.latest = returning(lane, works, away, starts, pace, splits)[1]
+        self.latest = returning(lane, works, away, starts, pace, habits.pending >= 0)[1]
         """When each of them has to start."""
-        self.flying = [flying * moved for moved in leaving(lane, works, away, starts, pace)[1]]
+        self.flying = [habits.flying * moved for moved in leaving(lane, works, away, starts, pace)[1]]
         """By place, bytes on their way out when a forward ends."""
         self.due: list[int] = []
         """By place, how many of them have to have started when the action ends, or a backward begins."""
@@ -113,7 +126,7 @@ class Outlook:
         for place, (kind, visit) in enumerate(zip(lane.kinds, lane.visit_at)):
             work, gone, drops, end = works[visit], away[visit], dropped[visit], starts[place]
             self.work_until.append(seconds)
-            if kind == FORWARD:
+            if kind is FORWARD:
                 level = alive + work.forward_bytes(gone, drops, self.flying[place])
                 alive += work.held_bytes(gone, drops)
                 seconds += work.forward_until[-1]
@@ -124,7 +137,7 @@ class Outlook:
                 seconds += work.whole_until[-1] + work.replay_until[gone + drops] - work.replay_until[gone]
             while due < len(places) and self.latest[due] < end:
                 due += 1
-            while used < len(places) and places[used] < place + (kind == FORWARD):
+            while used < len(places) and places[used] < place + (kind is FORWARD):
                 used += 1
             self.due.append(due)
             self.levels.append(level + (moved_until[due] - moved_until[used] if due > used else 0.0))

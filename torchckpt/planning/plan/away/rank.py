@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from torchckpt.planning.plan.away.outlook import Outlook, Times
+from torchckpt.planning.order.schedule import Kind
+from torchckpt.planning.plan.away.outlook import Gene, Outlook
 from torchckpt.planning.plan.away.work import Work
 from torchckpt.planning.plan.search.lane import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Lane
 from torchckpt.planning.work.host import Host
 
-__all__ = ["Gene", "Habits", "Rank", "Unfit"]
+__all__ = ["Rank", "Unfit"]
 
 _LOOK = 4
 """A rank looks at so many visits with dropped blocks for an early recompute."""
@@ -31,34 +31,6 @@ _ROUNDING = 1e-9
 
 class Unfit(Exception):
     """There is no room for a block, or the step takes longer than it may."""
-
-
-class Habits(NamedTuple):
-    """How a rank decides. Seconds are in forwards of its blocks."""
-
-    early: float = 2.0
-    """Issue copies back so much before their latest start."""
-    overdue: float = 1.0
-    """Drop blocks for a copy back that would start so late."""
-    flying: float = 1.0
-    """Expect this share of what is on its way out when a forward ends. For less, the rank waits later."""
-    drops: bool = True
-    """Whether blocks are dropped at all."""
-    pending: int = 1 << 30
-    """Have so many weight gradients wait; below 0, split no backward."""
-
-
-class Gene(NamedTuple):
-    """The choices of one rank. By visit, the blocks that go, and those that are recomputed at least."""
-
-    away: Sequence[int]
-    dropped: Sequence[int]
-    habits: Habits
-    times: Times
-    """Of a step like the one to come."""
-    until: float
-    """When the step is to end. An action that ends more than ``times.tail`` seconds before that has time to wait."""
-    has_budget: bool = True
 
 
 class Rank:
@@ -72,7 +44,7 @@ class Rank:
         self.away, self.dropped, self.early = gene.away, list(gene.dropped), [0] * len(gene.away)
         self.budget = lane.budget_bytes if gene.has_budget else _LONG
         self.outlook, self.levels = outlook, list(outlook.levels)
-        self.order: list[tuple[int, int, int]] = []
+        self.order: list[tuple[Kind, int, int]] = []
         """Each action: its kind, its visit, how many blocks it recomputes early."""
         self.released: list[tuple[int, int, int, int]] = []
         """Visit and block of what is away, and the boundary of its release: action, block."""
@@ -101,11 +73,11 @@ class Rank:
         self.message, self.quiet = start, 0.0
         if start > begun or self.pending:
             self._fill(kind, visit)
-        split = kind == INPUT_GRAD and self._splits(visit)
+        split = kind is INPUT_GRAD and self._splits(visit)
         self.message, self.quiet = max(start, self.clock), 0.0
         self.filled.append(self.clock - begun)
         self.starts.append(self.message)
-        if kind == FORWARD:
+        if kind is FORWARD:
             self._forward(visit)
         else:
             self._backward(visit, split)
@@ -227,11 +199,11 @@ class Rank:
             moved = self.works[visit].moved[block]
             full = self._full(moved, use, need)
             if full is None:
-                for place in range(self.place + (lane.kinds[self.place] != FORWARD), use + (use > self.place)):
+                for place in range(self.place + (lane.kinds[self.place] is not FORWARD), use + (use > self.place)):
                     self.levels[place] += moved if outlook.due[place] <= len(self.issued) else 0.0
                 self._take(visit, block, at)
             elif ahead <= -habits.overdue * unit and full < use and self._drop(at, full):
-                if lane.kinds[self.place] == FORWARD and len(self.starts) > self.place:  # which has begun
+                if lane.kinds[self.place] is FORWARD and len(self.starts) > self.place:  # which has begun
                     current = lane.visit_at[self.place]
                     need = self.works[current].need_bytes(at, self.away[current], self.dropped[current])
             else:
@@ -243,7 +215,7 @@ class Rank:
         if self.bytes + need + moved > self.budget:
             return _NOW
         issued, due = len(self.issued), self.outlook.due
-        for place in range(self.place + (self.lane.kinds[self.place] != FORWARD), use + (use > self.place)):
+        for place in range(self.place + (self.lane.kinds[self.place] is not FORWARD), use + (use > self.place)):
             if self.levels[place] + (moved if due[place] <= issued else 0.0) > self.budget:
                 return place
         return None
@@ -254,7 +226,7 @@ class Rank:
             stall = self.leaving[0][0] - self.clock if self.leaving else _LONG
             slack = self.gene.until - self.gene.times.tail[self.place] - self.clock - ahead
             if stall > max(0.0, slack) and self._drop(block):
-                if self.lane.kinds[self.place] == FORWARD:
+                if self.lane.kinds[self.place] is FORWARD:
                     need = self.works[visit].need_bytes(block, self.away[visit], self.dropped[visit])
             elif self.leaving:
                 self.clock = max(self.clock, self.leaving[0][0])
@@ -309,7 +281,7 @@ class Rank:
         missing -= sum([moved for _, moved, _, _ in self.leaving])
         return habits.pending >= 0 and self.bytes + missing <= self.budget
 
-    def _fill(self, kind: int, visit: int) -> None:
+    def _fill(self, kind: Kind, visit: int) -> None:
         """Do what can be done before the message arrives, and what has to be done to have room."""
         while True:
             idle = self.message - self.clock
@@ -322,13 +294,13 @@ class Rank:
                 return
             self._weight()
 
-    def _is_short(self, kind: int, visit: int) -> bool:
+    def _is_short(self, kind: Kind, visit: int) -> bool:
         """Whether there is no room for the next action, if it is no split backward, beside what waits."""
         work, away, dropped = self.works[visit], self.away[visit], self.dropped[visit]
         need = work.late_bytes(away, dropped - self.early[visit])
-        if kind == FORWARD:
+        if kind is FORWARD:
             need = work.held_bytes(away, dropped) + (work.moved[0] if away else 0.0)
-        return kind != INPUT_GRAD and self.bytes + need > self.budget
+        return kind is not INPUT_GRAD and self.bytes + need > self.budget
 
     def _weight(self) -> None:
         visit = self.pending.popleft()
@@ -337,7 +309,7 @@ class Rank:
         self.bytes -= work.full_bytes
         self.left_seconds -= work.weight_seconds
 
-    def _run(self, kind: int, visit: int, early: int, start: float, seconds: float, need: float) -> None:
+    def _run(self, kind: Kind, visit: int, early: int, start: float, seconds: float, need: float) -> None:
         """Run a recompute or weight gradients, for which there is room at ``start``."""
         end = start + seconds
         if self.free[1] < end >= self.quiet:

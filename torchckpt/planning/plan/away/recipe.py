@@ -4,8 +4,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torchckpt.planning.plan.away.outlook import Outlook, Times, leaving, returning
-from torchckpt.planning.plan.away.rank import Gene, Habits
+from torchckpt.planning.plan.away.outlook import Gene, Habits, Outlook, Times, leaving, returning
 from torchckpt.planning.plan.away.work import Work
 from torchckpt.planning.plan.search.lane import FORWARD, Lane
 
@@ -57,11 +56,11 @@ class Kitchen:
         if recipe.out_limit < _LONG:
             away, _ = leaving(self.lane, self.works, away, *arguments, recipe.out_limit * self.copy_seconds)
         away = self.hosted(away)
-        dropped = [0] * len(away)
-        if recipe.habits.drops:
-            outlook = Outlook(self.lane, self.works, away, dropped, *arguments, recipe.habits.flying, splits)
-            dropped = self._dropped(away, outlook.levels, recipe.spare * self.block_bytes)
-        return Gene(away, dropped, recipe.habits, times, until)
+        gene = Gene(away, [0] * len(away), recipe.habits, times, until)
+        if not recipe.habits.drops:
+            return gene
+        levels = Outlook(self.lane, self.works, gene, self.pace).levels
+        return gene._replace(dropped=self._dropped(away, levels, recipe.spare * self.block_bytes))
 
     def hosted(self, away: list[int]) -> list[int]:
         """What of it the host has room for. Of what lives shortest, the first to stay."""
@@ -69,7 +68,7 @@ class Kitchen:
         level, away = 0.0, list(away)
         for kind, visit in zip(self.lane.kinds, self.lane.visit_at):
             moved = self.works[visit].moved_until[away[visit]]
-            if kind != FORWARD:
+            if kind is not FORWARD:
                 alive.discard(visit)
                 level -= moved
                 continue
@@ -88,7 +87,7 @@ class Kitchen:
         alive: list[int] = []
         freed = 0.0
         for place, (kind, visit) in enumerate(zip(lane.kinds, lane.visit_at)):
-            if kind != FORWARD:
+            if kind is not FORWARD:
                 alive.remove(visit)
                 freed -= sum(works[visit].freed[away[visit] : away[visit] + dropped[visit]])
                 continue

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any, NamedTuple
 
-from torchckpt.planning.plan.away.outlook import Times
-from torchckpt.planning.plan.away.rank import Gene, Habits
+from torchckpt.planning.plan.away.outlook import Gene, Habits, Times
 from torchckpt.planning.plan.away.recipe import Kitchen, Recipe
 from torchckpt.planning.plan.away.simulator import Played, Simulator
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torchckpt.planning.order.program import Run, run
-from torchckpt.planning.plan.away.outlook import Outlook, Times
-from torchckpt.planning.plan.away.rank import Gene, Habits, Rank, Unfit
+from torchckpt.planning.plan.away.outlook import Gene, Habits, Outlook, Times
+from torchckpt.planning.plan.away.rank import Rank, Unfit
 from torchckpt.planning.plan.away.work import Work
 from torchckpt.planning.plan.problem import Problem
 from torchckpt.planning.work.host import Host
@@ -37,11 +37,8 @@ class Simulator:
         self.effort = 0
         self._outlooks: dict[int, tuple[Gene, Outlook]] = {}
         """By rank, that of the last step."""
-        instructions = [
-            (rank, place, *each[:2]) for rank, row in enumerate(self.program.ranks) for place, each in enumerate(row)
-        ]
-        self._receivers = {token: (rank, place) for rank, place, token, _ in instructions}
-        self._senders = {token: (rank, place) for rank, place, _, token in instructions if token >= 0}
+        rows = enumerate(self.program.ranks)
+        self._receivers = {each[0]: (rank, place) for rank, row in rows for place, each in enumerate(row)}
 
     def ideal(self, pending: int) -> list[Gene]:
         """Genes of a step that keeps everything and has no budget."""
@@ -86,9 +83,7 @@ class Simulator:
     def _outlook(self, index: int, gene: Gene) -> Outlook:
         if index in self._outlooks and self._outlooks[index][0] is gene:
             return self._outlooks[index][1]
-        pace = 1 + self.host.half_duplex
-        arguments = gene.away, gene.dropped, gene.times.starts, pace, gene.habits.flying, gene.habits.pending >= 0
-        return Outlook(self.lanes[index], self.works[index], *arguments)
+        return Outlook(self.lanes[index], self.works[index], gene, 1 + self.host.half_duplex)
 
     def times(self, played: Played) -> list[Times]:
         """The times of each rank."""
@@ -124,6 +119,6 @@ class Simulator:
             path.append((rank, self.lanes[rank].visit_at[place]))
             ready = ranks[rank].filled[place] + (ends[rank][place - 1] if place else 0.0)
             token = self.program.ranks[rank][place][0]
-            waited = ranks[rank].starts[place] > ready and token in self._senders
-            rank, place = self._senders[token] if waited else (rank, place - 1)
+            waited = ranks[rank].starts[place] > ready and token in self.program.senders
+            rank, place = self.program.senders[token] if waited else (rank, place - 1)
         return path

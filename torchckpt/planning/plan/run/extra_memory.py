@@ -21,7 +21,7 @@ from torchckpt.planning.step.simulated import Step
 from torchckpt.planning.work.block import Stage
 from torchckpt.planning.work.choice import Choices
 
-__all__ = ["ExtraMemory", "MeasuredStep", "beside_of", "peak_bytes", "with_gradients"]
+__all__ = ["ExtraMemory", "MeasuredStep", "beside_of", "peaks_of", "with_gradients"]
 
 
 Pieces: TypeAlias = "Mapping[tuple[int, bool], ExtraMemory]"
@@ -135,9 +135,9 @@ def beside_of(steps: Sequence[MeasuredStep], stages: Sequence[Stage]) -> dict[Ac
     return extra
 
 
-def peak_bytes(step: Step, rank: int, beside: Mapping[Action, ExtraMemory]) -> float:
-    """The peak bytes of one rank in a planned step."""
-    return max(highest_bytes(step, rank, beside), default=0.0)
+def peaks_of(step: Step, beside: Mapping[Action, ExtraMemory]) -> tuple[float, ...]:
+    """The peak bytes of each rank in a planned step."""
+    return tuple(max(highest_bytes(step, rank, beside), default=0.0) for rank in range(len(step.schedule.ranks)))
 
 
 def highest_bytes(step: Step, rank: int, beside: Mapping[Action, ExtraMemory]) -> Iterator[float]:

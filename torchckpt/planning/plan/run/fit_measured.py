@@ -21,7 +21,7 @@ from torchckpt.planning.plan.figures import CountedRule, most_blocks, quickest
 from torchckpt.planning.plan.pipeline import planned
 from torchckpt.planning.plan.problem import Problem, problem_of
 from torchckpt.planning.plan.result import PipelinePlan
-from torchckpt.planning.plan.run.extra_memory import ExtraMemory, MeasuredStep, beside_of, peak_bytes
+from torchckpt.planning.plan.run.extra_memory import ExtraMemory, MeasuredStep, beside_of, peaks_of
 from torchckpt.planning.plan.run.order import before_pairs, summed_as_given
 from torchckpt.planning.plan.run.repair import repaired
 from torchckpt.planning.step.memory import Curve, Level
@@ -33,7 +33,7 @@ from torchckpt.planning.work.block import Link, Stage
 from torchckpt.planning.work.choice import first_blocks
 from torchckpt.planning.work.host import Host
 
-__all__ = ["Fitted", "PlannedStep", "fitted", "peaks_of", "with_levels"]
+__all__ = ["Fitted", "PlannedStep", "fitted", "with_levels"]
 
 _TRIES = 8
 """The most plans that are made."""
@@ -89,7 +89,7 @@ def fitted(
     """
     beside, reserve = beside_of(took, stages), took[0].least(stages)
     problem = problem_of(schedule, stages, "100%", links, host)
-    whole_peaks = [peak_bytes(problem.keep_all, rank, beside) for rank in range(len(schedule.ranks))]
+    whole_peaks = peaks_of(problem.keep_all, beside)
     limits = bytes_per_rank(budget, len(schedule.ranks), max(whole_peaks))
     least = _recomputing_all(problem, [step.schedule for step in took], limits, beside)
     if not least.fits:
@@ -103,7 +103,7 @@ def fitted(
     left, plans = _TRIES, [least.plan]
     while left:
         plan = before_pairs(summed_as_given(planned(problem.within(tries.within)), tied), pairs)
-        tried = Fitted(plan, limits, peaks_of(plan, beside))
+        tried = Fitted(plan, limits, peaks_of(plan.step, beside))
         plans.append(plan)
         is_shortest = plan.step_seconds <= problem.keep_all.seconds
         if tried.fits and (is_shortest or plan.step_seconds < best.plan.step_seconds):
@@ -126,8 +126,7 @@ def _rules(
     plan, problem = least.plan, least.plan.problem
 
     def fits(step: Step) -> bool:
-        peaks = [peak_bytes(step, rank, beside) for rank in range(len(step.schedule.ranks))]
-        return _fit(peaks, least.budget_bytes)
+        return _fit(peaks_of(step, beside), least.budget_bytes)
 
     every = CountedRule(plan.step_seconds, most_blocks(problem), plan.peak_bytes)
     same = quickest(problem, range(max(1, most_blocks(problem))), map(without, orders), fits)
@@ -140,7 +139,7 @@ def _repaired(best: Fitted, shortest: PipelinePlan, beside: Mapping[Action, Extr
         return best
     limits = best.budget_bytes
     plans = [repaired(plan, limits, beside) for plan in (shortest, best.plan)]
-    fitting = [Fitted(plan, limits, peaks_of(plan, beside)) for plan in plans if plan is not None]
+    fitting = [Fitted(plan, limits, peaks_of(plan.step, beside)) for plan in plans if plan is not None]
     return min([best, *fitting], key=lambda fit: fit.plan.step_seconds)
 
 
@@ -189,11 +188,6 @@ def _at_least(problem: Problem, within: Sequence[float]) -> tuple[float, ...]:
     return tuple(max(_LEAST_BYTES, *pair) for pair in zip(problem.least_bytes, within))
 
 
-def peaks_of(plan: PipelinePlan, beside: Mapping[Action, ExtraMemory]) -> tuple[float, ...]:
-    """The peak bytes of each rank in a step of ``plan``."""
-    return tuple(peak_bytes(plan.step, rank, beside) for rank in range(len(plan.schedule.ranks)))
-
-
 def _recomputing_all(
     problem: Problem, orders: Sequence[Schedule], limits: tuple[float, ...], beside: Mapping[Action, ExtraMemory]
 ) -> Fitted:
@@ -204,7 +198,7 @@ def _recomputing_all(
     within = problem.within(_at_least(problem, problem.least_bytes))
     late = first_blocks(problem.schedule, problem.stages, most_blocks(problem))
     plans = [PipelinePlan.of(within, without(order), late) for order in orders]
-    fits = [Fitted(plan, limits, peaks_of(plan, beside)) for plan in plans]
+    fits = [Fitted(plan, limits, peaks_of(plan.step, beside)) for plan in plans]
     return min(fits, key=lambda tried: max(map(_excess, tried.peak_bytes, limits)))
 
 

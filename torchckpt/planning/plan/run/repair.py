@@ -12,8 +12,8 @@ from torchckpt.planning.figures import Event
 from torchckpt.planning.order.schedule import BACKWARDS, Action, Kind, Visit
 from torchckpt.planning.plan.result import PipelinePlan
 from torchckpt.planning.plan.run.extra_memory import ExtraMemory, highest_bytes
+from torchckpt.planning.plan.search.lane import density
 from torchckpt.planning.step.timeline import critical_path
-from torchckpt.planning.work.block import Block
 from torchckpt.planning.work.choice import Choice
 
 __all__ = ["repaired"]
@@ -102,7 +102,7 @@ def _dropped(plan: PipelinePlan, visit: Visit) -> PipelinePlan:
         ))
         without_early = replace(choice, early=(), late=tuple(sorted((*choice.early, *choice.late))))
         return _with(replace(plan, schedule=schedule), visit, without_early)
-    dropped = max(choice.kept, key=lambda block: _density(plan.problem.stages[visit[0]].blocks[block]))
+    dropped = min(choice.kept, key=lambda block: density(plan.problem.stages[visit[0]].blocks[block]))
     kept = tuple(block for block in choice.kept if block != dropped)
     return _with(plan, visit, replace(choice, kept=kept, late=tuple(sorted((*choice.late, dropped)))))
 
@@ -110,15 +110,10 @@ def _dropped(plan: PipelinePlan, visit: Visit) -> PipelinePlan:
 def _kept(plan: PipelinePlan, visit: Visit) -> PipelinePlan:
     """``plan`` with one late block of ``visit`` kept."""
     choice = plan.step.choice(visit)
-    kept = min(choice.late, key=lambda block: _density(plan.problem.stages[visit[0]].blocks[block]))
+    kept = max(choice.late, key=lambda block: density(plan.problem.stages[visit[0]].blocks[block]))
     late = tuple(block for block in choice.late if block != kept)
     return _with(plan, visit, replace(choice, kept=tuple(sorted((*choice.kept, kept))), late=late))
 
 
 def _with(plan: PipelinePlan, visit: Visit, choice: Choice) -> PipelinePlan:
     return PipelinePlan.of(plan.problem, plan.schedule, {**plan.choices, visit: choice})
-
-
-def _density(block: Block) -> float:
-    """Bytes that dropping ``block`` frees, for each second of its recomputation."""
-    return block.freed_bytes / max(block.recompute_seconds, 1e-12)

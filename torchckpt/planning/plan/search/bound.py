@@ -67,7 +67,7 @@ class _Rank:
             self.windows.append(Window(self.capacity, place, start_seconds, self.alive))
         waits = self.capacity.passed(place, self.windows)
         self.end_seconds = max(window.seconds + wait for window, wait in zip(self.windows, waits))
-        if lane.kinds[place] == FORWARD:
+        if lane.kinds[place] is FORWARD:
             self.alive.add(lane.visit_at[place])
         else:
             self.alive.remove(lane.visit_at[place])

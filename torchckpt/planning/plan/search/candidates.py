@@ -7,6 +7,7 @@ at a time, most often on the critical path. It ends early when a step is proven 
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -40,6 +41,7 @@ _PARTS = 8
 _OVERHEAD = 20
 """The fixed cost of one try, in actions."""
 _ROUNDING = 1e-9
+_NO_STEP = SimulatedStep(math.inf, [], [], {})
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Candidate:
     chosen: tuple[list[Holding], ...]
     """The holding of each rank and visit."""
     strategy: Strategy
-    step: SimulatedStep
+    step: SimulatedStep = _NO_STEP
 
     @property
     def limit_seconds(self) -> float:
@@ -85,7 +87,7 @@ class Search:
         self.is_split = any(any(lane.is_split) for lane in lanes)
         chosen = [lane.all_kept() if keep_all else lane.all_dropped() for lane in lanes]
         reserves = [lane.reserve(0, 0, DROP_ORDERS[0], CHOICES[0]) for lane in lanes]
-        self.best = self._simulated(tuple(reserves), tuple(chosen), Strategy())
+        self.best = self._simulated(Candidate(tuple(reserves), tuple(chosen), Strategy()))
 
     def run(self) -> Candidate:
         if self.is_split and self.keep_all:
@@ -110,22 +112,12 @@ class Search:
     def is_done(self) -> bool:
         return self.work <= 0 or self.best.step.step_seconds <= self.target_seconds
 
-    def _simulated(
-        self,
-        reserves: tuple[Reserve, ...],
-        chosen: tuple[list[Holding], ...],
-        strategy: Strategy,
-        before: SimulatedStep | None = None,
-        limit_seconds: float = float("inf"),
-    ) -> Candidate:
-        expected = before.arrived if before and strategy.patience else None
-        step = dispatch(self.program, self.lanes, chosen, strategy, expected, limit_seconds)
-        self.work -= _OVERHEAD + sum(map(len, step.done))
-        return Candidate(reserves, chosen, strategy, step)
-
-    def _simulated_again(self, changed: Candidate, limit_seconds: float = float("inf")) -> Candidate:
+    def _simulated(self, changed: Candidate, limit_seconds: float = math.inf) -> Candidate:
         """``changed`` with a new step. Ranks expect messages at the times of its old step."""
-        return self._simulated(changed.reserves, changed.chosen, changed.strategy, changed.step, limit_seconds)
+        expected = changed.step.arrived if changed.strategy.patience else ()
+        step = dispatch(self.program, self.lanes, changed.chosen, changed.strategy, expected, limit_seconds)
+        self.work -= _OVERHEAD + sum(map(len, step.done))
+        return replace(changed, step=step)
 
     def _offer(self, candidate: Candidate) -> None:
         if candidate.step.sort_key < self.best.step.sort_key:
@@ -142,7 +134,7 @@ class Search:
             for strategy in _QUICK if len(kept) == len(chosen) else ():
                 if self.is_done:
                     return
-                self._offer(self._simulated(reserves, kept, strategy, limit_seconds=self.best.limit_seconds))
+                self._offer(self._simulated(Candidate(reserves, kept, strategy), self.best.limit_seconds))
 
     def _uniform(self) -> Iterator[tuple[int, int, str, str]]:
         most = self.most_blocks
@@ -162,7 +154,7 @@ class Search:
             for _ in range(_ROUNDS):
                 if self.is_done:
                     return
-                candidate = self._simulated_again(replace(candidate, strategy=strategy), self.best.limit_seconds)
+                candidate = self._simulated(replace(candidate, strategy=strategy), self.best.limit_seconds)
                 self._offer(candidate)
                 if not candidate.step.is_complete:
                     break
@@ -180,7 +172,7 @@ class Search:
             if self.is_done:
                 return
             scarce = replace(strategy, memory_share=share)
-            self._offer(self._simulated_again(replace(start, strategy=scarce), self.best.limit_seconds))
+            self._offer(self._simulated(replace(start, strategy=scarce), self.best.limit_seconds))
 
     def _tune_ranks(self, current: Candidate, until: int) -> None:
         """For one rank after the other, take the reserve with the shortest step; the same for all visits of a rank."""
@@ -194,7 +186,7 @@ class Search:
                 chosen = lane.keep(reserve)
                 if chosen is None or chosen == current.chosen[rank]:
                     continue
-                candidate = self._simulated_again(current.with_rank(rank, reserve, chosen), current.limit_seconds)
+                candidate = self._simulated(current.with_rank(rank, reserve, chosen), current.limit_seconds)
                 self._offer(candidate)
                 if candidate.step.sort_key < current.step.sort_key:
                     current = candidate
@@ -203,7 +195,8 @@ class Search:
         """Another start for the search: each rank reserves memory for half of the blocks of each visit."""
         reserves = tuple(lane.reserve(self.most_blocks // 2, 0, DROP_ORDERS[0], choice) for lane in self.lanes)
         chosen = [lane.keep(reserve) for lane, reserve in zip(self.lanes, reserves)]
-        return self._simulated(reserves, tuple(of_rank for of_rank in chosen if of_rank is not None), strategy)
+        kept = tuple(of_rank for of_rank in chosen if of_rank is not None)
+        return self._simulated(Candidate(reserves, kept, strategy))
 
     def _improve(self, current: Candidate, until: int) -> None:
         """Change ``current`` until ``until`` of the work is left. A change that is as good or better stays."""
@@ -216,7 +209,7 @@ class Search:
                 self.work -= _OVERHEAD
                 current = changed
             else:
-                candidate = self._simulated_again(changed, current.limit_seconds)
+                candidate = self._simulated(changed, current.limit_seconds)
                 self._offer(candidate)
                 if candidate.step.sort_key <= current.step.sort_key:
                     current, path = candidate, candidate.step.critical()
@@ -290,7 +283,7 @@ class Search:
                 continue
             other = best.with_rank(rank, reserve, chosen)
             if other.recompute_seconds < best.recompute_seconds * (1 - _ROUNDING):
-                candidate = self._simulated_again(other, limit)
+                candidate = self._simulated(other, limit)
                 if candidate.step.step_seconds <= limit:
                     best = candidate
         return best

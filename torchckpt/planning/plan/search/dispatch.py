@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from torchckpt.planning.order.program import Program, run_deciding
+from torchckpt.planning.order.schedule import Kind
 from torchckpt.planning.plan.search.lane import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Holding, Lane
 
 __all__ = ["Done", "SimulatedStep", "Strategy", "dispatch"]
@@ -35,9 +36,9 @@ class Strategy:
     """Have weight gradients wait only while the rank holds less than this share of what keeping all blocks takes."""
 
 
-Done: TypeAlias = tuple[int, int, int, float, int]
+Done: TypeAlias = tuple[Kind, int, int, float, int]
 """One action of a rank: its kind, its visit, how many blocks are early, its end, the token that it waited for."""
-Next: TypeAlias = tuple[int, int, int]
+Next: TypeAlias = tuple[Kind, int, int]
 """The next action: its kind, its visit, how many blocks are early."""
 
 
@@ -80,12 +81,12 @@ def dispatch(
     lanes: Sequence[Lane],
     chosen: Sequence[Sequence[Holding]],
     strategy: Strategy,
-    expected: Sequence[float] | None,
+    expected: Sequence[float],
     limit_seconds: float,
 ) -> SimulatedStep:
     """Simulate one step, with the ``chosen`` holding of each rank and visit. ``program`` has no weight gradients. A
-    patient rank waits for messages up to when they are ``expected``. If the step takes longer than ``limit_seconds``,
-    the simulation stops, and its seconds are infinite."""
+    patient rank waits for messages up to when they are ``expected``; empty: not known. If the step takes longer than
+    ``limit_seconds``, the simulation stops, and its seconds are infinite."""
     ranks = [_Rank(lane, of_rank, strategy) for lane, of_rank in zip(lanes, chosen)]
     messages = run_deciding(program, ranks, expected, limit_seconds)
     done = [rank.done for rank in ranks]
@@ -121,16 +122,16 @@ class _Rank:
         lane, waiting = self.lane, self.waiting
         visit, kind = lane.visit_at[self.place], lane.kinds[self.place]
         holding, early = self.chosen[visit], self.early[visit]
-        if kind == FORWARD:
+        if kind is FORWARD:
             adds = holding.held_bytes
-        elif kind == BACKWARD:
+        elif kind is BACKWARD:
             adds = holding.use_bytes[early] - holding.held_bytes - holding.early_bytes[early]
         else:
             adds = lane.holdings[visit].full_bytes - holding.held_bytes - holding.early_bytes[early]
         if self.alive_bytes + adds > self.budget_bytes:
             if waiting:
                 return WEIGHT_GRAD, waiting[0], 0
-            if kind == INPUT_GRAD:
+            if kind is INPUT_GRAD:
                 kind = BACKWARD
         return kind, visit, early
 
@@ -191,14 +192,14 @@ class _Rank:
         self.done.append((kind, visit, early, end, awaited))
         return end
 
-    def _start(self, kind: int, visit: int, early: int) -> float:
+    def _start(self, kind: Kind, visit: int, early: int) -> float:
         """Count what an action does to the memory; returns its seconds."""
         holding, holdings = self.chosen[visit], self.lane.holdings[visit]
-        if kind == WEIGHT_GRAD:
+        if kind is WEIGHT_GRAD:
             self.waiting.pop(0)
             self.alive_bytes -= holdings.full_bytes
             return holdings.weight_grad_seconds
-        if kind == RECOMPUTE:
+        if kind is RECOMPUTE:
             use, more = self.lane.backward_place[visit], holding.early_bytes[early]
             self.early[visit] = early
             self.alive_bytes += more
@@ -207,11 +208,11 @@ class _Rank:
             self.profile[use] += holding.use_bytes[early] - holding.use_bytes[0]
             return holding.early_seconds[early]
         self.place += 1
-        if kind == FORWARD:
+        if kind is FORWARD:
             self.alive_bytes += holding.held_bytes
             return holdings.forward_seconds
         self.alive_bytes -= holding.held_bytes + holding.early_bytes[early]
-        if kind == BACKWARD:
+        if kind is BACKWARD:
             return holding.late_seconds[early] + holdings.backward_seconds
         self.alive_bytes += holdings.full_bytes
         self.waiting.append(visit)

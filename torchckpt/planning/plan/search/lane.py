@@ -23,13 +23,11 @@ from torchckpt.planning.work.block import Block, Stage
 from torchckpt.planning.work.choice import Choice
 
 __all__ = [
-    "BACKWARD", "CHOICES", "DROP_ORDERS", "FORWARD", "INPUT_GRAD", "KINDS", "RECOMPUTE", "WEIGHT_GRAD", "Holding",
-    "Holdings", "Lane", "Reserve",
+    "BACKWARD", "CHOICES", "DROP_ORDERS", "FORWARD", "INPUT_GRAD", "RECOMPUTE", "WEIGHT_GRAD", "Holding", "Holdings",
+    "Lane", "Reserve", "density",
 ]
 
-KINDS = tuple(Kind)
-"""Inside the search a kind is an index of this tuple, since comparing numbers is quicker."""
-FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD, RECOMPUTE = range(len(KINDS))
+FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD, RECOMPUTE = Kind
 
 CHOICES = ("last", "even", "cheap")
 """Which block to drop next: one of the visit whose backward comes last (``last``), one of the visit that keeps most
@@ -90,18 +88,13 @@ class Holdings:
         self.input_grad_seconds = stage.input_grad_seconds
         self.weight_grad_seconds = stage.weight_grad_seconds
         self.backward_seconds = stage.input_grad_seconds + stage.weight_grad_seconds
-        self.orders = _drop_orders(stage)
+        orders = _drop_orders(stage)
         self._by_dropped: dict[tuple[int, ...], Holding] = {}
-        self.levels = {
-            name: [self.without(order[:count]) for count in range(len(order) + 1)]
-            for name, order in self.orders.items()
-        }
+        self.levels = {name: [self.without(order[:n]) for n in range(len(order) + 1)] for name, order in orders.items()}
         """The holding after each number of drops, by drop order."""
-        self.droppable = len(self.orders[DROP_ORDERS[0]])
+        self.droppable = len(orders[DROP_ORDERS[0]])
         """The number of blocks that free bytes if they are dropped."""
-        self.densities = {
-            name: [density(stage.blocks[place]) for place in order] for name, order in self.orders.items()
-        }
+        self.densities = {name: [density(stage.blocks[place]) for place in order] for name, order in orders.items()}
 
     def without(self, dropped: Sequence[int]) -> Holding:
         key = tuple(sorted(dropped))
@@ -149,12 +142,12 @@ class Lane:
         order = [action for action in schedule.ranks[rank] if action.kind is not Kind.WEIGHT_GRAD]
         self.visits: list[Visit] = [(j, i) for j, kind, i in order if kind is not Kind.FORWARD]
         number = {visit: index for index, visit in enumerate(self.visits)}
-        self.kinds = [KINDS.index(kind) for _, kind, _ in order]
+        self.kinds = [kind for _, kind, _ in order]
         self.visit_at = [number[j, i] for j, _, i in order]
         self.forward_place, self.backward_place = [0] * len(self.visits), [0] * len(self.visits)
         for place, (kind, visit) in enumerate(zip(self.kinds, self.visit_at)):
-            (self.backward_place if kind else self.forward_place)[visit] = place
-        self.is_split = [self.kinds[place] == INPUT_GRAD for place in self.backward_place]
+            (self.forward_place if kind is FORWARD else self.backward_place)[visit] = place
+        self.is_split = [self.kinds[place] is INPUT_GRAD for place in self.backward_place]
         self.holdings = [holdings[stage] for stage, _ in self.visits]
         self.plain_seconds = sum(stage.forward_seconds + stage.backward_seconds for stage in self.holdings)
         self.budget_bytes = budget_bytes * (1 + _ROUNDING)
@@ -174,12 +167,12 @@ class Lane:
         profile, alive = [0.0] * len(self.kinds), 0.0
         for place, (kind, visit) in enumerate(zip(self.kinds, self.visit_at)):
             holding = chosen[visit]
-            if kind:
-                profile[place] = alive + holding.use_bytes[0] - holding.held_bytes
-                alive -= holding.held_bytes
-            else:
+            if kind is FORWARD:
                 alive += holding.held_bytes
                 profile[place] = alive
+            else:
+                profile[place] = alive + holding.use_bytes[0] - holding.held_bytes
+                alive -= holding.held_bytes
         return profile
 
     def keep(self, reserve: Reserve) -> list[Holding] | None:
@@ -214,7 +207,7 @@ class _Sweep:
         lane = self.lane
         for place, (kind, visit) in enumerate(zip(lane.kinds, lane.visit_at)):
             self.alive_bytes -= self.pending.pop(place, 0.0)
-            if not (self._backward(visit, place) if kind else self._forward(visit)):
+            if not (self._forward(visit) if kind is FORWARD else self._backward(visit, place)):
                 return None
         return [levels[level] for levels, level in zip(self.levels, self.level)]
 

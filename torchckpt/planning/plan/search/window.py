@@ -105,7 +105,7 @@ class Capacity:
         numbers: dict[tuple[int, ...], int] = {}
         for kind, visit in zip(lane.kinds, lane.visit_at):
             holdings = lane.holdings[visit]
-            if kind == FORWARD:
+            if kind is FORWARD:
                 counts[holdings] += 1
                 used_bytes += self.least[holdings].held_bytes
             self.left_bytes.append(lane.budget_bytes - used_bytes)
@@ -113,7 +113,7 @@ class Capacity:
             if number == len(self.counts):
                 self.counts.append(dict(counts))
             self.alive.append(number)
-            if kind != FORWARD:
+            if kind is not FORWARD:
                 counts[holdings] -= 1
                 used_bytes -= self.least[holdings].held_bytes
         blocks = (sum(holdings.blocks * count for holdings, count in alive.items()) for alive in self.counts)
@@ -198,8 +198,8 @@ class Capacity:
         """Have all ``windows`` pass a place. Returns of each the seconds of weight gradients that cannot wait on."""
         lane = self.lane
         holdings, kind = lane.holdings[lane.visit_at[place]], lane.kinds[place]
-        seconds, waits = holdings.forward_seconds if kind == FORWARD else holdings.backward_seconds, 0.0
-        if kind == INPUT_GRAD:
+        seconds, waits = holdings.forward_seconds if kind is FORWARD else holdings.backward_seconds, 0.0
+        if kind is INPUT_GRAD:
             seconds, waits = holdings.input_grad_seconds, holdings.weight_grad_seconds
         for window in windows:
             window.plain_seconds += seconds
@@ -207,7 +207,7 @@ class Capacity:
             window.pass_place(place)
         if not any(window.wait_seconds for window in windows):
             return [0.0] * len(windows)
-        left = self.left_bytes[place] + (0.0 if kind == FORWARD else self.least[holdings].held_bytes)
+        left = self.left_bytes[place] + (0.0 if kind is FORWARD else self.least[holdings].held_bytes)
         deferrable = self._deferrable.get(left)
         if deferrable is None:
             deferrable = self._deferrable[left] = _most(self._waiting, left)
@@ -274,7 +274,7 @@ class Window:
     def pass_place(self, place: int) -> None:
         lane = self.capacity.lane
         visit = lane.visit_at[place]
-        is_forward = lane.kinds[place] == FORWARD
+        is_forward = lane.kinds[place] is FORWARD
         for layer, gain in enumerate(self.capacity.gains):
             if is_forward:
                 self._forward(layer, visit, place)

@@ -1,13 +1,13 @@
 """Dataflow: one training step as operations that read and write storages, without torch."""
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import TypeAlias
 
-__all__ = ["Dataflow", "Operation", "Schedule", "Tables", "first_runs", "repeats", "runs"]
+__all__ = ["Dataflow", "Operation", "Schedule", "Tables", "first_runs", "placed_repeats", "repeats", "runs"]
 
 Schedule: TypeAlias = Sequence[int]
 """The operations of one traced step in the order in which they run, by their index in the dataflow; an index may
@@ -108,6 +108,17 @@ def repeats(schedule: Schedule) -> tuple[int, ...]:
     """The operations that ``schedule`` runs again, in the order of these repeats."""
     firsts = first_runs(schedule)
     return tuple(index for step, index in enumerate(schedule) if firsts[index] != step)
+
+
+def placed_repeats(schedule: Schedule, order: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The repeats of ``schedule``, whose first runs are in ``order``: the position of the first run before which each
+    stands, and of that which it repeats."""
+    places, position = {index: place for place, index in enumerate(order)}, 0
+    for place in (places[index] for index in schedule):
+        if place == position:
+            position += 1
+        else:
+            yield position, place
 
 
 def runs(flow: Dataflow, schedule: Schedule) -> list[Operation]:

@@ -31,7 +31,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, TypeAlias
 
 from torchckpt.errors import ArgumentError, Fault
-from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, Tables
+from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, Tables, placed_repeats
 from torchckpt.planning.remat.flow.memory import simulate
 from torchckpt.planning.remat.search.planner import solution
 
@@ -315,14 +315,9 @@ def _readers(reads: Sequence[Sequence[int]]) -> dict[int, list[int]]:
 
 def _trace(tables: Tables, schedule: Schedule) -> tuple[list[set[int]], list[set[int]]]:
     """For each position of ``schedule``, what is repeated there, and the storages that wait for it."""
-    place = {index: position for position, index in enumerate(tables.order)}
     repeats: list[set[int]] = [set() for _ in range(tables.count + 1)]
-    first_runs = 0
-    for index in schedule:
-        if place[index] == first_runs:
-            first_runs += 1
-        else:
-            repeats[first_runs].add(place[index])
+    for position, repeated in placed_repeats(schedule, tables.order):
+        repeats[position].add(repeated)
     waiting: list[set[int]] = [set() for _ in tables.order]
     wanted: set[int] = set()
     for position in range(tables.count - 1, -1, -1):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Set
 from heapq import heappop, heappush
 from random import Random
 
-from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, Tables
+from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, Tables, placed_repeats
 from torchckpt.planning.remat.flow.incremental import Draft
 from torchckpt.planning.remat.flow.memory import simulate
 from torchckpt.planning.remat.search.eviction import Eviction, EvictionScore
@@ -44,15 +44,12 @@ def remove_repeats(flow: Dataflow, schedule: Schedule, budget_bytes: int) -> Sch
 def draft_of(flow: Dataflow, schedule: Schedule, pinned: Set[int] = frozenset()) -> Draft:
     """``schedule`` as a draft: repeats are sorted and distinct at each position, and none writes a pinned storage."""
     simulate(flow, schedule)
-    order = list(dict.fromkeys(schedule))
-    places = {index: position for position, index in enumerate(order)}
-    tables = Tables(flow, pinned, order)
-    draft, position = Draft(tables), 0
-    for place in (places[index] for index in schedule):
-        if place == position:
-            position += 1
-        elif position < tables.count and place not in draft.repeats[position] and tables.may_repeat(place, position):
-            draft.add(position, place)
+    tables = Tables(flow, pinned, list(dict.fromkeys(schedule)))
+    draft = Draft(tables)
+    for position, repeated in placed_repeats(schedule, tables.order):
+        may = position < tables.count and tables.may_repeat(repeated, position)
+        if may and repeated not in draft.repeats[position]:
+            draft.add(position, repeated)
     return draft
 
 
