@@ -117,14 +117,11 @@ def levels_of(changes: Iterable[Change]) -> Iterator[Level]:
         alive = alive + takes - frees
 
 
-def curve(changes: Iterable[Change], starts: Iterable[float], ends: Iterable[float]) -> Curve:
-    """The bytes of one rank over time, for the changes of its actions and when these ran."""
-    alive, points = 0.0, [(0.0, 0.0)]
-    for (takes, frees), start, end in zip(changes, starts, ends):
-        if takes:
-            alive += takes
-            points.append((start, alive))
-        if frees:
-            alive -= frees
-            points.append((end, alive))
+def curve(levels: Iterable[Level], times: Iterable[tuple[float, float]]) -> Curve:
+    """The bytes of one rank over time, for the levels of its actions, and when these started and ended."""
+    points = [(0.0, 0.0)]
+    for level, (start, end) in zip(levels, times):
+        for seconds, amount in ((start, level.highest), (end, level.left)):
+            if amount != points[-1][1]:
+                points.append((seconds, amount))
     return tuple(points)

@@ -149,8 +149,7 @@ class Step:
 
     def curves(self, played: Run) -> tuple[Curve, ...]:
         """For each rank its bytes over time, for the times of a run of :attr:`program`, simulated or measured."""
-        changes = map(self._changes, range(len(self.schedule.ranks)))
-        return tuple(map(curve, changes, played.starts, played.ends))
+        return tuple(curve(self.levels(rank), self._times(rank, played)) for rank in range(len(self.schedule.ranks)))
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -212,27 +211,14 @@ class Step:
             self._changes_by_key[key] = changes_of(self.stages[stage], choice)
         return self._changes_by_key[key][kind]
 
-    def _changes(self, rank: int) -> Iterator[Change]:
-        """The changes of each action of :attr:`program`. What a backward takes, its late recompute does."""
-        changes, taken = self._changes_in_order(rank), False
-        for position in range(len(self.program.actions[rank])):
-            if self.is_late(rank, position):
-                takes, frees = next(changes)
-                yield Change(takes, 0.0)
-                taken = True
-            else:
-                yield Change(0.0, frees) if taken else next(changes)
-                taken = False
-
-    def _changes_in_order(self, rank: int) -> Iterator[Change]:
-        """The changes of each action of the rank's order."""
-        if not self.places[rank]:
-            yield from map(self._change, self.schedule.ranks[rank])
-            return
-        alive = 0.0
-        for highest, left, *_ in self.levels(rank):
-            yield Change(highest - alive, highest - left)
-            alive = left
+    def _times(self, rank: int, played: Run) -> Iterator[tuple[float, float]]:
+        """When each action of the rank's order starts and ends: a backward with its late recompute, which takes all."""
+        begun = None
+        for position, (start, end) in enumerate(zip(played.starts[rank], played.ends[rank])):
+            begun = start if begun is None else begun
+            if not self.is_late(rank, position):
+                yield begun, end
+                begun = None
 
     def _messages(self) -> tuple[Message, ...]:
         return tuple(
