@@ -132,9 +132,9 @@ def _contexts(make: ContextFunction) -> Any:
     pair = make()
     if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], caching_mode)):
         return pair
-    others = level_of(hooks_entered()).others
-    pair[0].respect_saved_tensors_hooks = True
-    return _heeding(pair[0], others[-1]) if others else pair[0], pair[1]
+    mode: Any = pair[0]
+    others, mode.respect_saved_tensors_hooks = level_of(hooks_entered()).others, True
+    return _heeding(mode, others[-1]) if others else mode, pair[1]
 
 
 @contextmanager
