@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from torchckpt.errors import Fault, RecomputationError, called, raise_fault
 from torchckpt.regions.flags import local
-from torchckpt.regions.state.layout import version_of
-from torchckpt.tensors import tensors_of
+from torchckpt.tensors import tensors_of, version_of
 
 __all__ = ["Name", "Namespace", "Skips", "StageSkips", "pop", "stash"]
 

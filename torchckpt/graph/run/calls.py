@@ -27,7 +27,7 @@ from torchckpt.graph.planner import GraphPlanner
 from torchckpt.graph.private.dynamo import compile_lock, compiling_whole, recompile_limit_hit
 from torchckpt.graph.private.runtime import is_traced_by_others, is_transformed
 from torchckpt.graph.progress import log, log_unread, stopwatch
-from torchckpt.graph.run.backend import Backend, version_of
+from torchckpt.graph.run.backend import Backend
 from torchckpt.graph.step.halves import Halves, Unread, narrowed
 from torchckpt.graph.trace.capture import TRACE_LOCK, Capture, restoring_modules
 from torchckpt.graph.trace.free_variables import FreeVariables
@@ -35,6 +35,7 @@ from torchckpt.graph.trace.guard import argument_names, changed, guard_of, place
 from torchckpt.graph.trace.reason import check_bare, reason_of, warn_of_retraces
 from torchckpt.planning.budget import read
 from torchckpt.planning.remat.plan import Plan
+from torchckpt.tensors import version_of
 
 __all__ = ["Calls", "Planned", "module_faults", "option_faults"]
 

@@ -38,9 +38,9 @@ from torchckpt.regions.state.ambient import (
     use_settings_of_process,
 )
 from torchckpt.regions.state.boundary import Boundary, generators_among
-from torchckpt.regions.state.layout import version_of
 from torchckpt.regions.state.module_state import ModuleState, changed_in_place, exclusive, record_state, substituted
 from torchckpt.regions.state.reached import norm_layers_of, reaches_nothing, runs_compiled_code, settle
+from torchckpt.tensors import version_of
 from torchckpt.typing import ContextFunction, Function
 
 __all__ = ["Call", "Stop", "comes_of_stop", "goes_on", "inside"]

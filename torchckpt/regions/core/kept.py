@@ -21,9 +21,9 @@ from torchckpt.regions.devices import SyncPoint, accelerators_among
 from torchckpt.regions.private import alive, apply_of, set_version
 from torchckpt.regions.state.ambient import Generator, drawn_since, random_state, restore_states
 from torchckpt.regions.state.boundary import Boundary
-from torchckpt.regions.state.layout import Copy, version_of
+from torchckpt.regions.state.layout import Copy
 from torchckpt.regions.state.module_state import ModuleState
-from torchckpt.tensors import copy_attributes, hides_tensors, tensors_of
+from torchckpt.tensors import copy_attributes, hides_tensors, tensors_of, version_of
 from torchckpt.typing import Function
 
 __all__ = ["Buffers", "Inputs", "KeptCall", "KeptCalls", "Result", "buffers_of", "changed_buffers", "inputs_of"]
