@@ -180,8 +180,7 @@ class Planned:
         if call is None:
             rule = "there is no plan yet: it needs inputs, an example or a first call"
             works = f"graph.{self._calls.function[:-1]}model, inputs)"
-            with called("plan"):
-                raise_fault(Fault(rule, "no example, and no call yet", works))
+            raise_fault(Fault(rule, "no example, and no call yet", works), "plan")
         return cast(Plan, call.plan)
 
     @property
@@ -194,8 +193,7 @@ class Planned:
         if self._calls.call(args, kwargs) is None:
             rule = "there is nothing to plan: no parameter or input requires a gradient, or gradients are disabled"
             works = "model.requires_grad_(), outside of torch.no_grad()"
-            with called(self._calls.function):
-                raise_fault(Fault(rule, "a call in which nothing requires a gradient", works))
+            raise_fault(Fault(rule, "a call in which nothing requires a gradient", works), self._calls.function)
         return self.plan
 
     def _prepare_example(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> None:
