@@ -11,15 +11,8 @@ from traceback import walk_tb
 from typing import Any, NoReturn, TypeVar
 
 __all__ = [
-    "ArgumentError",
-    "BudgetInfeasible",
-    "CaptureError",
-    "CheckpointError",
-    "Fault",
-    "RecomputationError",
-    "RegionError",
-    "ScheduleError",
-    "TransformError",
+    "ArgumentError", "BudgetInfeasible", "CaptureError", "CheckpointError", "Fault", "RecomputationError",
+    "RegionError", "ScheduleError", "TransformError",
 ]
 
 
