@@ -122,8 +122,7 @@ class Pipe(nn.Module):
             *_option_faults(chunks, checkpoint, lookahead, batch_dim, reduce, budget),
         ]
         options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
-        with called("Pipe"):
-            check_options(Pipe, options, faults)
+        check_options(Pipe, options, faults, "Pipe")
         self._options = options
         self.training = module.training
         self.chunks, self.checkpoint, self.lookahead = chunks, checkpoint, lookahead
