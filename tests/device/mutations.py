@@ -103,7 +103,7 @@ CALLS: dict[str, tuple[str, _Without]] = {
     "fork": ("edge", lambda call: f"({ast.unparse(call.args[0])}, None)"),
     "join": ("edge", lambda call: ast.unparse(call.args[0]) if isinstance(call.func, ast.Name) else None),
     "before": ("edge", _argument(0)),
-    "behind_joins": ("edge", lambda call: "({}, {})".format(*map(ast.unparse, call.args))),
+    "behind_checkpoints": ("edge", lambda call: "({}, {})".format(*map(ast.unparse, call.args[1:]))),
     "due": ("edge", _always("[]")),
     "rest": ("edge", _always("[]")),
     "passed": ("edge", _argument(1)),
@@ -111,7 +111,7 @@ CALLS: dict[str, tuple[str, _Without]] = {
 """By the name that is called: what it is, and what stands there without it."""
 
 CONTEXTS = {"on": "stream context", "_on": "stream context", "_device": "device context"}
-EDGES = ("fork", "join", "recompute")
+EDGES = ("fork", "join", "recompute", "checkpoint")
 """Those whose starred arguments are edges of the graph."""
 
 
