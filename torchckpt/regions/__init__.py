@@ -10,14 +10,14 @@ backward. It is a node of its own in the graph, which could be placed early, but
 all of these. But the recomputation starts when the backward asks for its first saved tensor, and by then the gradient
 has arrived.
 
-Our answer. Saved-tensor hooks, a frame that can be filled from outside, and an autograd Function that fills it.
+Our answer. Saved-tensor hooks, a frame that can be filled from outside, and a pair of autograd Functions at its ends.
 The code cites the numbers of this drawing:
 
      forward                                                   backward, read upwards
 
        inputs
           │
-     [1] join ◄ ─ ─ phony of an earlier [5]                    The region's backward has ended, and that [5] may run
+     [1] Checkpoint                                            The region's backward ends: frame.fill_slots()
           ▼
      [2] function(*args, **kwargs), in grad mode               Its nodes run, and unpack their slots. The first
           │    pack:   drop the tensor, hand out a slot        unpack replays, if nothing has yet
@@ -36,13 +36,13 @@ The code cites the numbers of this drawing:
           ▼                       ▼
      [8] join ◄ ─ ─ phony ─ ─ ─ ─ ┘                            The backward gets here, and [5] may run
 
-[1] is in a ``Pipe`` alone, and [3], [6] and [7] stand between two of its stages on accelerators. There [5] waits for
-the [1] of a later micro-batch, or for its output. ``Checkpointing.recompute`` places [4], [5] and [8] at one point.
+[3], [6] and [7] stand between two stages of a ``Pipe`` on accelerators. In a ``Pipe``, [5] waits for the [1] of a later
+micro-batch, or for its output. ``Checkpointing.recompute`` places [4], [5] and [8] at one point.
 
 ``Frame`` connects forward and backward. It keeps the inputs (``Boundary``), and passes data through two deques of one
 element each:
 
-     forward ──► frame.ambient ──► replay ──► frame.recomputed ──► slots ──► backward
+     forward ──► frame.ambient ──► replay ──► frame.recomputed ──► backward
                  settings and                 what the function saved
                  random numbers               when it ran again, for the slots
 
@@ -50,7 +50,7 @@ element each:
 
 ``recompute()`` is idempotent: the ``Recompute`` node, a caller of ``prefetch()`` and the first unpack all call it, and
 the first caller does the work. The phonies decide only when the replay runs; the gradients are the same at any time.
-The single call ``checkpoint`` uses no ``Recompute``: its first unpack starts the replay.
+The single call ``checkpoint`` uses neither ``Recompute`` nor ``Checkpoint``: its first unpack starts the replay.
 
 A replay runs under the conditions of the forward. ``boundary`` gives it the same arguments, ``module_state`` the same
 parameters and buffers, ``ambient`` the same settings and random numbers, and ``norms`` throw-away copies of the running

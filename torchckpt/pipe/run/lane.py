@@ -27,8 +27,8 @@ class Lane:
     R(i) comes between B(i+k) and B(i+k-1), so at most k micro-batches hold recomputed activations. With k = 1, *one
     ahead*, R(i) runs as soon as B(i+1) is done, while the gradient of micro-batch i is still on its way. The edges:
 
-        B(i+k)  before  R(i):     R(i)'s phony is joined to the input of micro-batch i+k, the last node of B(i+k).
-                                  If that region has no such input, the phony goes into its output. R(i) was made
+        B(i+k)  before  R(i):     R(i)'s phony goes into the Checkpoint of micro-batch i+k, the last node of B(i+k).
+                                  If that region has no Checkpoint, the phony goes into its output. R(i) was made
                                   before that region ran, in the same thread, so the engine runs the region first
         R(i)  before  B(i+k-1):   R(i) is made of phonies forked from the outputs of micro-batches i to i+k-1
 

@@ -5,7 +5,7 @@ micro-batch i between stage j and stage j + 1 run, with look-ahead k:
 
                       forward                       backward
 
-    [1] join          compute j                     compute j       is [8] for R(i-k, j)
+    [1] Checkpoint    compute j                     compute j       is [8] for R(i-k, j)
     [2] region(i, j)  compute j                     compute j
     [3] Wait          compute j ─► copy j, i        copy j, i
     [4] fork          copy j, i                     copy j, i
@@ -17,7 +17,7 @@ R(i, j), the ``Recompute`` of the region, runs before the Wait [3] that makes it
 and needs nothing that depends on this gradient. So it overlaps the copy, and the whole backward of micro-batch i in
 later stages. ``lane.py`` decides what it waits for, and what waits for it. Edges of phonies carry no data, so they
 never make a stream wait for another. If no input of the region requires grad (the first stage), or the region has
-several outputs, no [1] can take the phony of R(i-k, j), and the region's outputs take it.
+several outputs, no ``Checkpoint`` can take the phony of R(i-k, j), and the region's outputs take it.
 
 In the forward, a Wait node waits itself. In the backward, the engine waits: before it runs a node, it makes the node's
 stream, which was current in its forward, wait for the streams that made the node's gradients. So at [7] the stream of
@@ -45,7 +45,8 @@ from torchckpt.pipe.run.links import Place, copy, wait
 from torchckpt.pipe.run.visit import InFlight, Part, Regions, of_caller, visit
 from torchckpt.pipe.run.worker import RunTasks, in_caller, is_bound_to_caller, keep_workers, workers
 from torchckpt.planning import Action, Kind
-from torchckpt.regions.core.nodes import join
+from torchckpt.regions.core.frame import Frame
+from torchckpt.regions.core.nodes import checkpoint
 from torchckpt.regions.devices import on
 from torchckpt.regions.private import profiler_is_on
 
@@ -129,7 +130,7 @@ def run_stage(
         due = lane.due()
         arrived = tuple(tensor for transfer in batch.transfers for tensor in moved(transfer, place))
         if frame is not None:
-            arrived, due = behind_joins(arrived, due)  # [1], [8]
+            arrived, due = behind_checkpoints(frame, arrived, due)  # [1], [8]
         with regions.acting(Action(stage.number, Kind.FORWARD, i)):
             visited = visit(  # [2]
                 parts,
@@ -181,12 +182,12 @@ def moved(transfer: Transfer, target: Place) -> tuple[Tensor, ...]:
     return wait(arrival, target.compute, tensors)  # [7]
 
 
-def behind_joins(inputs: tuple[Tensor, ...], due: Edges) -> tuple[tuple[Tensor, ...], Edges]:
-    """Join the phonies of ``due`` to each of ``inputs`` that requires grad and is no leaf, if the stage has one output:
-    with several, the phonies of one would lead the backward into the branches of another. Return the ``inputs``, and
-    the part of ``due`` that is left."""
+def behind_checkpoints(frame: Frame, inputs: tuple[Tensor, ...], due: Edges) -> tuple[tuple[Tensor, ...], Edges]:
+    """Put a ``Checkpoint`` of ``frame`` on each of ``inputs`` that requires grad and is no leaf. If the stage has one
+    output, these nodes take the phonies of ``due``; return the ``inputs``, and the part of ``due`` that is left. With
+    several outputs, the phonies of one would lead the backward into the branches of another."""
     inner = [tensor.requires_grad and not tensor.is_leaf for tensor in inputs]
-    if len(due) != 1 or not any(inner):
+    if not any(inner):
         return inputs, due
-    (edges,) = due
-    return tuple(join(x, *edges) if is_inner and edges else x for x, is_inner in zip(inputs, inner)), []
+    (edges,), due = (due, []) if len(due) == 1 else ([()], due)
+    return tuple(checkpoint(frame, x, *edges) if is_inner else x for x, is_inner in zip(inputs, inner)), due

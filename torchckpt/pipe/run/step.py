@@ -48,6 +48,8 @@ from torchckpt.planning import (
 from torchckpt.planning.step.measured import measured_timeline
 from torchckpt.planning.step.placement import without
 from torchckpt.planning.step.simulated import step_of
+from torchckpt.regions.core.frame import Frame
+from torchckpt.regions.core.nodes import checkpoint
 from torchckpt.regions.devices import on
 from torchckpt.tensors import tensors_of
 
@@ -121,11 +123,15 @@ class CutTensor:
         self._leaf: Tensor | None = None
         self._gradient: AsyncCopy | None = None
 
-    def received(self) -> Tensor:
-        """The input of the receiver's graph: a leaf behind one node, so that layers may change it in place."""
+    def received(self, frame: Frame | None = None) -> Tensor:
+        """The input of the receiver's graph: a leaf behind one node, so that layers may change it in place. The node is
+        the ``Checkpoint`` of ``frame``, if there is a frame."""
         self._leaf = self._forth.arrived(self._back[0].place).detach().requires_grad_(self._requires_grad)
         del self._forth
-        (arrived,) = wait(None, None, (self._leaf,))
+        if frame is not None and self._requires_grad:
+            arrived = checkpoint(frame, self._leaf)  # [1]
+        else:
+            (arrived,) = wait(None, None, (self._leaf,))
         arrived.__dict__.update(self._attributes)
         return arrived
 
@@ -206,7 +212,7 @@ class Step:
         if j == 0:
             arrived = tuple(_moved(place, tensor) for tensor in batch.transfers)
         else:
-            arrived = tuple(cut.received() for cut in batch.transfers)
+            arrived = tuple(cut.received(parts[0].frame) for cut in batch.transfers)
 
         def stash(skip: Tensor) -> tuple[list[CutTensor], int, Tensor, AsyncCopy]:
             return pending.sent, j, skip, AsyncCopy(skip, CopyStreams.at(place))

@@ -3,7 +3,9 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -12,9 +14,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, RegionError, TransformError
+from torchckpt.modules import contents_of, is_module
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.hooks import heeding
-from torchckpt.regions.core.nodes import fork, join, recompute
+from torchckpt.regions.core.nodes import changed, fork, join, recompute
+from torchckpt.regions.core.nodes import checkpoint as checkpoint_input
 from torchckpt.regions.core.options import DEFAULT, Options, check_options
 from torchckpt.regions.flags import local
 from torchckpt.regions.private import (
@@ -22,7 +26,10 @@ from torchckpt.regions.private import (
     functorch_is_active,
     is_exporting,
     keep_from_dynamo,
+    set_version,
+    storage_key,
 )
+from torchckpt.tensors import copy_attributes, tensors_in
 from torchckpt.typing import ContextFunction, DeterminismCheck, Function
 
 __all__ = ["Checkpointing", "checkpoint", "outside", "refuse_transforms", "run"]
@@ -198,8 +205,13 @@ class Checkpointing:
     Takes the arguments of :func:`checkpoint` but for ``use_reentrant`` and ``respect_saved_tensors_hooks``, which go to
     the function. Make a new object for each forward. It keeps the region's inputs in memory until the replay is done.
 
-    :meth:`recompute` puts ``Fork``, ``Recompute`` and ``Join`` at each output. ``Recompute`` comes from torchgpipe (Kim
-    et al., 2020).
+    It puts ``Checkpoint`` at each input that requires grad and is no leaf: the function gets an alias. Where it returns
+    that, the input is returned, and what it changes there in place is done to the input; do not change a view of it
+    that the function returns. Of such an input, ``retain_grad()`` and hooks that are put on it behind the call get the
+    gradient of what reads it there alone. It gets the others themselves, and those that it also holds, in a container
+    among its arguments, its closure, its defaults, a partial or an attribute of its module, or of which it holds or
+    gets a view: there it could tell the alias from the tensor. :meth:`recompute` puts ``Fork``, ``Recompute`` and
+    ``Join`` at each output. ``Checkpoint`` and ``Recompute`` come from torchgpipe (Kim et al., 2020).
     """
 
     def __init__(
@@ -236,9 +248,10 @@ class Checkpointing:
             outputs, self._frame = local.thread.scope.run(function, args, kwargs, self._options)
             return outputs
         frame = Frame(self._options)
+        args, kwargs, aliases = _passed(frame, function, args, kwargs)
         outputs = frame.forward(function, args, kwargs)
         self._frame = frame
-        return outputs
+        return _given_back(outputs, aliases) if aliases else outputs
 
     def recompute(self, outputs: Any) -> Any:
         """Place the replay here: a backward that reaches ``outputs`` recomputes before it goes on to the region.
@@ -287,6 +300,69 @@ class Checkpointing:
                 f"the region has not run its forward yet\n  received: {call} before checkpoint()\n"
                 "  works:    outputs = region.checkpoint(); outputs = region.recompute(outputs); region.prefetch()"
             )
+
+
+def _passed(
+    frame: Frame, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], list[tuple[Tensor, Tensor, int]]]:
+    """The arguments, with a ``Checkpoint`` of ``frame`` on each input that requires grad and is no leaf; these inputs,
+    their aliases and versions. A container is given as it is: the function may fill it."""
+    held = _passed_themselves(function, [*args, *kwargs.values()])
+    aliases: dict[int, tuple[Tensor, Tensor, int]] = {}
+
+    def passed(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.is_leaf or id(value) in held:
+            return value
+        if id(value) not in aliases:
+            aliases[id(value)] = value, copy_attributes(value, checkpoint_input(frame, value)), value._version
+        return aliases[id(value)][1]
+
+    args, kwargs = tuple(map(passed, args)), {name: passed(value) for name, value in kwargs.items()}
+    return args, kwargs, list(aliases.values())
+
+
+def _given_back(outputs: Any, aliases: Sequence[tuple[Tensor, Tensor, int]]) -> Any:
+    """``outputs``, with inputs in place of their aliases. What was done to an alias in place is done to the input."""
+    for value, alias, version in aliases:
+        if not alias.requires_grad:
+            value.detach_()
+        elif (now := value._version) != version:
+            if value.layout == torch.strided and (value.shape, value.stride()) != (alias.shape, alias.stride()):
+                value.data = alias.data  # as behind t_()
+            set_version(changed(value, alias), now)
+    inputs = {id(alias): value for value, alias, _ in aliases}
+    leaves, spec = pytree.tree_flatten(outputs)
+    if inputs.keys().isdisjoint(map(id, leaves)):
+        return outputs  # the same container, which the caller may hold
+    return pytree.tree_unflatten([inputs.get(id(leaf), leaf) for leaf in leaves], spec)
+
+
+def _passed_themselves(function: Any, values: Sequence[Any]) -> set[int]:
+    """The ids of the arguments that the function also holds, or that share memory with another that it gets or holds:
+    what it does to one in place is in the graph of the other, too."""
+    inputs = [value for value in values if isinstance(value, Tensor)]
+    containers = [value for value in values if not isinstance(value, Tensor)]
+    held = {id(tensor): tensor for tensor in (*_held_by(function), *tensors_in(containers))}
+    keys = {id(tensor): storage_key(tensor) or id(tensor) for tensor in (*inputs, *held.values())}
+    sharing = Counter(keys.values())
+    return {tensor for tensor, key in keys.items() if tensor in held or sharing[key] > 1}
+
+
+def _held_by(function: Any) -> Iterator[Tensor]:
+    """The tensors that ``function`` holds besides its arguments: in its closure, its defaults, a partial, or attributes
+    of its module. Tensors nested deeper are not found."""
+    values: list[Any] = []
+    if isinstance(function, functools.partial):
+        yield from _held_by(function.func)
+        values = [*function.args, *function.keywords.values()]
+    elif isinstance(function, MethodType):
+        yield from _held_by(function.__func__)
+        yield from _held_by(function.__self__)
+    elif is_module(function):
+        values = [value for module in function.modules() for value in vars(module).values()]
+    elif isinstance(function, FunctionType):
+        values = contents_of(function)
+    yield from (value for value in values if isinstance(value, Tensor))
 
 
 # Where Dynamo cannot trace a region, its graph ends before the call, which then runs as Python. Dynamo must not begin

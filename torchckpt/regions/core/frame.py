@@ -84,8 +84,8 @@ class Frame:
         self._lock = _RLock()
         self.ambient: deque[Ambient] = deque()
         """At most one element, passed from forward to replay: the settings and random numbers of the forward."""
-        self.recomputed: deque[SavedTensors] = deque(maxlen=1)
-        """At most one element, passed from replay to slots: the tensors that the replay saved."""
+        self.recomputed: deque[SavedTensors] = deque()
+        """At most one element, passed from replay to backward: the tensors that the replay saved."""
         self.around: Around | None = None
         """A context around the replay. It gets the frame, whose ``recomputed`` is full at its end."""
         self.kept: KeptCalls | None = None
@@ -147,7 +147,7 @@ class Frame:
         """Run the replay. The first caller does the work, others wait for it. If it raises, the next tries again."""
         with self._lock:
             call, slots = self._call, self._slots
-            if call is None or not slots or slots[-1].tensor is not None:
+            if call is None or self.recomputed or not slots or slots[-1].tensor is not None:
                 return
             if self.around is None:
                 self.recomputed.append(self._replay(call, slots))
@@ -156,14 +156,22 @@ class Frame:
                     self.recomputed.append(self._replay(call, slots))
             if call.devices:
                 self._sync_point = SyncPoint(call.devices)  # before slots are filled, which are read without the lock
-            for slot, (tensor, version) in zip(slots, self.recomputed.popleft()):  # each lives as long as its node then
-                if slot.tensor is None:
-                    slot.version, slot.tensor = version, tensor
             if self._returned:
-                self._call, self._slots, self.kept = None, [], None
+                self._call = self.kept = None
                 self.ambient.clear()
             for observer in observers:
                 observer(name_of(call.function))
+
+    def fill_slots(self) -> None:
+        """Move the recomputed tensors into their slots. From then on each lives as long as the node that saved it."""
+        with self._lock:
+            if not self.recomputed:
+                return
+            for slot, (tensor, version) in zip(self._slots, self.recomputed.popleft()):
+                if slot.tensor is None:
+                    slot.version, slot.tensor = version, tensor
+            if self._call is None:
+                self._slots = []
 
     def _pack(self, tensor: Tensor) -> Slot:
         if tensor.dim() != 1:
@@ -185,6 +193,7 @@ class Frame:
     def _unpack(self, slot: Slot) -> Tensor:
         if slot.tensor is None:
             self.recompute()
+            self.fill_slots()
         tensor = slot.unpack()
         if self._sync_point is not None:
             self._sync_point.wait_before_using((tensor,))

@@ -1,4 +1,4 @@
-"""Nodes: the autograd Functions of a region, [4], [5] and [8] in the drawing of ``regions/__init__.py``.
+"""Nodes: the autograd Functions of a region, [1], [4], [5] and [8] in the drawing of ``regions/__init__.py``.
 
 ``Fork`` and ``Join`` make an edge between two nodes of the graph that share no data: a phony goes from the fork through
 other nodes to the join. In the backward the join runs first, then the nodes on the phony's way, then the fork. So
@@ -6,6 +6,7 @@ nothing before the fork runs backward until all nodes on the phony's way have ru
 """
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,30 @@ from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.private import apply_of
 from torchckpt.tensors import detached
 
-__all__ = ["Recompute", "fork", "join", "phony", "recompute"]
+__all__ = ["Checkpoint", "Recompute", "changed", "checkpoint", "fork", "join", "phony", "recompute"]
+
+
+class Checkpoint(Function):
+    """Maps an input of a region, and phonies, to the tensor that the region's function gets for that input.
+
+    Its node is the last of the region's backward for that input: it runs when the gradient of the input is computed. It
+    moves the recomputed tensors from the frame into their slots: if no unpack has done so, the frame would hold them
+    all. After it the nodes that made the phonies may run, such as the next replay of a lane (``pipe/run/lane.py``).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, frame: Frame, input: Tensor, *phonies: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        # Weak: a function that stores its input would hold the frame, which holds the function.
+        ctx.frame, ctx.edges = weakref.ref(frame), len(phonies)
+        return detached(input)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        frame = ctx.frame()
+        if frame is not None:
+            frame.fill_slots()
+        return None, grad, *(None,) * ctx.edges
 
 
 class Recompute(Function):
@@ -58,6 +82,31 @@ class Fork(Join):
         return detached(input), phony(input.device).detach()
 
 
+class Changed(Function):
+    """An in-place operation on ``input``, whose values an alias of it has already. It continues the alias's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, alias: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.mark_dirty(input)
+        ctx.is_view = input._is_view()
+        return input
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        # Without zeros for a view, autograd drops the gradient of its base, with that of the elements beside the view.
+        return torch.zeros_like(grad) if ctx.is_view and grad is not None else None, grad
+
+
+changed: Callable[..., Tensor] = apply_of(Changed)
+"""``changed(input, alias)``: note in the graph of ``input`` what was changed in place by way of ``alias``."""
+checkpoint: Callable[..., Tensor] = apply_of(Checkpoint)
+"""``checkpoint(frame, input, *phonies)``: the tensor that the function of ``frame`` gets for ``input``, which must
+require grad. Its backward runs before the backward of ``phonies``.
+
+Call it once for each input. With a common node, the loss of an output that needs one input would also run the backward
+of what produced the other inputs.
+"""
 recompute: Callable[..., Tensor] = apply_of(Recompute)
 """``recompute(frame, *phonies)``: a phony that depends on ``phonies``. The backward between them is the replay."""
 fork: Callable[..., tuple[Tensor, Tensor]] = apply_of(Fork)
