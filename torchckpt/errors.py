@@ -11,15 +11,8 @@ from traceback import walk_tb
 from typing import Any, NoReturn, TypeVar
 
 __all__ = [
-    "ArgumentError",
-    "BudgetInfeasible",
-    "CaptureError",
-    "CheckpointError",
-    "Fault",
-    "RecomputationError",
-    "RegionError",
-    "ScheduleError",
-    "TransformError",
+    "ArgumentError", "BudgetInfeasible", "CaptureError", "CheckpointError", "Fault", "RecomputationError",
+    "RegionError", "ScheduleError", "TransformError",
 ]
 
 
@@ -132,22 +125,24 @@ def without_generators(error: BaseException) -> BaseException:
     return error.with_traceback(trace)
 
 
-def raise_fault(fault: Fault) -> NoReturn:
-    """Raise an :class:`ArgumentError` about one ``fault``."""
-    raise ArgumentError(str(fault))
+def raise_fault(fault: Fault, caller: str = "") -> NoReturn:
+    """Raise an :class:`ArgumentError` about one ``fault``, which begins with ``caller`` (:func:`called`)."""
+    with called(caller):
+        raise ArgumentError(str(fault))
 
 
 _MOST_FAULTS = 10
 """A file that is none of those that are read has a fault in each word."""
 
 
-def check(faults: Iterable[Fault]) -> None:
-    """Raise one :class:`ArgumentError` that lists all ``faults``, the first ones of many; do nothing if there are
-    none."""
+def check(faults: Iterable[Fault], caller: str = "") -> None:
+    """Raise one :class:`ArgumentError` that lists all ``faults``, the first ones of many, and begins with ``caller``.
+    Do nothing if there are none."""
     listed = [str(fault) for fault in faults]
     if listed:
         head = f"{len(listed)} faults" + f", the first {_MOST_FAULTS} of them" * (len(listed) > _MOST_FAULTS)
-        raise ArgumentError("\n".join(listed if len(listed) == 1 else [head, *listed[:_MOST_FAULTS]]))
+        with called(caller):
+            raise ArgumentError("\n".join(listed if len(listed) == 1 else [head, *listed[:_MOST_FAULTS]]))
 
 
 def brief(value: object) -> str:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 __all__ = [
     "PutBack", "attributes_of", "copy_attributes", "detached", "flop_formula", "gradient_bytes", "hidden_tensors",
     "hides_tensors", "inner_tensors", "is_iterator", "node_name", "nodes_behind", "of_class", "parameter_as",
-    "runs_when_accumulated", "tensors_in", "tensors_of", "tensors_of_pair",
+    "runs_when_accumulated", "tensors_in", "tensors_of", "tensors_of_pair", "version_of",
 ]
 
 _ATOMS = frozenset({type(None), bool, int, float, str})
@@ -159,6 +159,11 @@ def _values_in(value: object, depth: int) -> Iterator[object]:
             yield each
             if type(each) not in _ATOMS:
                 yield from _values_in(each, depth - 1)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often ``tensor`` was changed in place. An inference tensor does not tell."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def runs_when_accumulated(parameter: Tensor) -> bool:

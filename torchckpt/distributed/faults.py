@@ -23,17 +23,8 @@ from torchckpt.regions.wrap.module import is_checkpointed
 from torchckpt.tensors import node_name, nodes_behind, tensors_in
 
 __all__ = [
-    "END",
-    "GIVEN_SHAPES",
-    "LeftOut",
-    "failure_of",
-    "out_of_memory",
-    "plain_regions_refused",
-    "raise_without_regions",
-    "splits",
-    "traced_faults",
-    "warn_of_compiled_regions",
-    "warn_of_whole",
+    "END", "GIVEN_SHAPES", "LeftOut", "failure_of", "out_of_memory", "plain_regions_refused",
+    "raise_without_regions", "splits", "traced_faults", "warn_of_compiled_regions", "warn_of_whole",
 ]
 
 _WORKS = "from torchckpt import checkpoint, for: from torch.utils.checkpoint import checkpoint"

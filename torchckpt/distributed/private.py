@@ -23,25 +23,9 @@ from torchckpt.features import TESTED
 from torchckpt.tensors import runs_when_accumulated
 
 __all__ = [
-    "OVERLAP",
-    "Live",
-    "LiveStage",
-    "TorchAction",
-    "TorchDispatchMode",
-    "TorchKind",
-    "TorchRuntime",
-    "drop_handed",
-    "finds_shapes",
-    "freed_in_a_step",
-    "handing_over",
-    "in_backward",
-    "micro_batches_of",
-    "only_whole",
-    "order_of",
-    "raise_unless_supported",
-    "sends_objects",
-    "split_at",
-    "stages_of",
+    "OVERLAP", "Live", "LiveStage", "TorchAction", "TorchDispatchMode", "TorchKind", "TorchRuntime", "drop_handed",
+    "finds_shapes", "freed_in_a_step", "handing_over", "in_backward", "micro_batches_of", "only_whole", "order_of",
+    "raise_unless_supported", "sends_objects", "split_at", "stages_of",
 ]
 
 Live: TypeAlias = "PipelineScheduleSingle | PipelineScheduleMulti"

@@ -22,7 +22,7 @@ from torch.fx.traceback import annotate
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import Fault, brief, called, raise_fault
+from torchckpt.errors import Fault, brief, raise_fault
 from torchckpt.regions.flags import local
 
 __all__ = [
@@ -104,8 +104,7 @@ def mark(value: T, name: str = "") -> T:
         ArgumentError: ``name`` is not a string.
     """
     if not isinstance(name, str):
-        with called("mark()"):
-            raise_fault(Fault("the name of the mark is not a string", brief(name), 'graph.mark(h, "h")'))
+        raise_fault(Fault("the name of the mark is not a string", brief(name), 'graph.mark(h, "h")'), "mark()")
     if not is_tracing():
         return value
     tracing = None if torch.compiler.is_dynamo_compiling() else local.thread.tracing
@@ -163,8 +162,8 @@ def region(what: str | F) -> Region | F:
     if isinstance(what, str):
         return _inside_region(what) if torch.compiler.is_dynamo_compiling() else Region(what)  # type: ignore[return-value]
     if not callable(what):
-        with called("region()"):
-            raise_fault(Fault("the argument is neither a callable nor a name", brief(what), "graph.region(block)(x)"))
+        rule = "the argument is neither a callable nor a name"
+        raise_fault(Fault(rule, brief(what), "graph.region(block)(x)"), "region()")
     return _wrapped(what, getattr(what, "__name__", type(what).__name__))
 
 
@@ -185,8 +184,7 @@ def sequential(functions: Sequence[Callable[[Any], Any]], segments: int, x: Any,
     if not 1 <= segments <= len(functions):
         rule = "there is no segment" if segments < 1 else "there are more segments than functions"
         received = f"{segments} segments of {len(functions)} functions"
-        with called("sequential()"):
-            raise_fault(Fault(rule, received, f"segments={max(1, round(len(functions) ** 0.5))}"))
+        raise_fault(Fault(rule, received, f"segments={max(1, round(len(functions) ** 0.5))}"), "sequential()")
     cuts = [len(functions) * segment // segments for segment in range(segments + 1)]
     for segment, (start, end) in enumerate(pairwise(cuts)):
         with region(f"segment {segment}") if last or segment < segments - 1 else nullcontext():

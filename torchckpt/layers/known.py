@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from torchckpt.errors import BudgetInfeasible, Fault, called, raise_fault
+from torchckpt.errors import BudgetInfeasible, Fault, raise_fault
 from torchckpt.layers.away import best_away
 from torchckpt.layers.count import Counter
 from torchckpt.layers.plan import LayersPlan, Wish, chosen, kept_within
@@ -53,8 +53,7 @@ class Limit:
         allocator = allocator_of(device)
         if allocator is None:
             rule = "device_memory is given for a device that does not count what is allocated"
-            with called(CALLER):
-                raise_fault(Fault(rule, str(device), 'budget="60GiB"'))
+            raise_fault(Fault(rule, str(device), 'budget="60GiB"'), CALLER)
         return float(allocator.memory_allocated(device) - bytes_of(settings.gathered))
 
     def bytes(self, most_bytes: float, before_bytes: float) -> float:

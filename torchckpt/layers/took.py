@@ -6,11 +6,13 @@ reverse order. Where they do not, a call counts as alive until all later ones ar
 """
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from fractions import Fraction
 from itertools import accumulate, zip_longest
 from operator import sub
 from typing import Any, NamedTuple, TypeAlias
+
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 __all__ = ["FIRST_BYTES", "Call", "Key", "Took", "most_of", "of_another_size"]
 
@@ -148,9 +150,12 @@ def of_another_size(one: tuple[Key, Took], two: tuple[Key, Took], first: tuple[A
         return None
     if wanted > _FARTHEST * max(Fraction(1), apart):
         return None
-    pairs = zip(_leaves(key), _leaves(other_key))
-    found = _refilled(key, iter([size if size == other_size else wanted * size for size, other_size in pairs]))
-    if found is None or found[0][: len(first)] != first:
+    leaves, structure = tree_flatten(key)
+    sizes = [size if size == other_size else wanted * size for size, other_size in zip(leaves, tree_leaves(other_key))]
+    if any(isinstance(size, Fraction) and size.denominator > 1 for size in sizes):
+        return None
+    found = tree_unflatten((int(size) if isinstance(size, Fraction) else size for size in sizes), structure)
+    if found[0][: len(first)] != first:
         return None
     ratio, origin = float((wanted - 1) / (apart - 1)), float(-1 / (apart - 1))
     above = float((wanted - 1) * (wanted - apart) / apart)  # of a parabola there, where the line is -1 at the origin
@@ -189,27 +194,9 @@ def of_another_size(one: tuple[Key, Took], two: tuple[Key, Took], first: tuple[A
 
 def _ratio(one: Any, two: Any) -> Fraction | None:
     """The ratio of the size that differs in two keys; None if more than one size differs."""
-    pairs = list(zip_longest(_leaves(one), _leaves(two)))
+    pairs = list(zip_longest(tree_leaves(one), tree_leaves(two)))
     sizes = {pair for pair in pairs if pair[0] != pair[1]}
     if not all(isinstance(size, int) and size for pair in sizes for size in pair):
         return None
     ratios = {Fraction(there, here) for here, there in sizes}
     return ratios.pop() if len(ratios) == 1 else None
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    """All that is in nested tuples, in order."""
-    for one in tree:
-        if isinstance(one, tuple):
-            yield from _leaves(one)
-        else:
-            yield one
-
-
-def _refilled(tree: Any, leaves: Iterator[Any]) -> Any:
-    """The nested tuples with other ``leaves``; None if one of these is no whole number."""
-    if not isinstance(tree, tuple):
-        leaf = next(leaves)
-        return leaf if not isinstance(leaf, Fraction) else int(leaf) if leaf.denominator == 1 else None
-    parts = [_refilled(one, leaves) for one in tree]
-    return None if None in parts else tuple(parts)

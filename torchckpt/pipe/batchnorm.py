@@ -144,8 +144,7 @@ class DeferredBatchNorm(Mixin):
         several times for a micro-batch. If the block or the update raises, no layer does. Blocks that overlap or are
         nested are one mini-batch, which ends with the last block; if any of them raises, no layer updates.
         """
-        with called("DeferredBatchNorm.mini_batch"):
-            check(_module_faults(module))
+        check(_module_faults(module), "DeferredBatchNorm.mini_batch")
         layers, block = _converted(module), object()
         try:
             with _lock:

@@ -122,8 +122,7 @@ class Pipe(nn.Module):
             *_option_faults(chunks, checkpoint, lookahead, batch_dim, reduce, budget),
         ]
         options = Options(preserve_rng_state, generators, determinism_check, context_fn, early_stop)
-        with called("Pipe"):
-            check_options(Pipe, options, faults)
+        check_options(Pipe, options, faults, "Pipe")
         self._options = options
         self.training = module.training
         self.chunks, self.checkpoint, self.lookahead = chunks, checkpoint, lookahead
@@ -265,8 +264,7 @@ class Pipe(nn.Module):
         """
         if self._last_step is None:
             works = "pipe.step(x, target, loss_fn=loss_fn); pipe.timeline()"
-            with called("Pipe.timeline()"):
-                raise_fault(Fault("no step has run yet", "timeline() before step()", works))
+            raise_fault(Fault("no step has run yet", "timeline() before step()", works), "Pipe.timeline()")
         return timeline_of(self._last_step)
 
     @property
@@ -281,9 +279,8 @@ class Pipe(nn.Module):
             CheckpointError: no step has followed a plan yet and was counted: that is the third step of a shape.
         """
         if self._within is None:
-            works = 'Pipe(module, balance, budget="60GiB")'
-            with called("Pipe.report()"):
-                raise_fault(Fault("there is no plan, for the pipe has no budget", "report() or draw()", works))
+            rule, works = "there is no plan, for the pipe has no budget", 'Pipe(module, balance, budget="60GiB")'
+            raise_fault(Fault(rule, "report() or draw()", works), "Pipe.report()")
         return self._within.report()
 
     def draw(self, path: str | PathLike[str] | None = None) -> str:
@@ -356,8 +353,7 @@ class Pipe(nn.Module):
     def _stays(self, call: str) -> NoReturn:
         rule = "the layers of a Pipe cannot leave the devices of their stages"
         works = "Pipe(module, balance, devices=['cuda:0', 'cuda:1']); or .to(dtype), .half(), .bfloat16()"
-        with called("Pipe"):
-            raise_fault(Fault(rule, call, works))
+        raise_fault(Fault(rule, call, works), "Pipe")
 
     def __repr__(self) -> str:
         of = f"checkpoint={self.checkpoint!r}" if self._within is None else f"budget={self._within.budget!r}"

@@ -22,10 +22,9 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from torchckpt.errors import Fault, RecomputationError, called, raise_fault
+from torchckpt.errors import Fault, RecomputationError, raise_fault
 from torchckpt.regions.flags import local
-from torchckpt.regions.state.layout import version_of
-from torchckpt.tensors import tensors_of
+from torchckpt.tensors import tensors_of, version_of
 
 __all__ = ["Name", "Namespace", "Skips", "StageSkips", "pop", "stash"]
 
@@ -54,8 +53,8 @@ def stash(name: str, tensor: Tensor, namespace: Namespace | None = None) -> None
         ArgumentError: ``tensor`` is no tensor, or, in a ``Pipe``, ``name`` is stashed already.
     """
     if not isinstance(tensor, Tensor):
-        with called("stash()"):
-            raise_fault(Fault("a skip is not a tensor", f"{name!r}: {type(tensor).__name__}", "stash(name, tensor)"))
+        received = f"{name!r}: {type(tensor).__name__}"
+        raise_fault(Fault("a skip is not a tensor", received, "stash(name, tensor)"), "stash()")
     _holder().stash((namespace, name), tensor)
 
 
@@ -95,8 +94,7 @@ class _Plain:
             )
         if name not in self._kept:
             rule = "a skip is popped that no earlier layer has stashed, or that was popped before"
-            with called("pop()"):
-                raise_fault(Fault(rule, f"pop({name[1]!r})", f"stash({name[1]!r}, tensor) in an earlier layer"))
+            raise_fault(Fault(rule, f"pop({name[1]!r})", f"stash({name[1]!r}, tensor) in an earlier layer"), "pop()")
         return self._kept.pop(name)
 
 

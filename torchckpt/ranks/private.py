@@ -13,12 +13,10 @@ __all__ = ["begun_collectives", "store_of", "timeout_of"]
 
 
 def store_of(group: dist.ProcessGroup) -> Store | None:
-    """The store in which the ranks of ``group`` met to make it; None of a backend that needs none. Ends when the oldest
-    release that is supported has ``get_group_store``."""
-    get = getattr(group, "get_group_store", None)
+    """The store in which the ranks of ``group`` met to make it; None of a backend that needs none."""
     try:
-        store: Store | None = dist.distributed_c10d._get_process_group_store(group) if get is None else get()
-    except (AttributeError, KeyError, RuntimeError):
+        store: Store | None = group.get_group_store()
+    except (AttributeError, RuntimeError):
         return None
     return store
 

@@ -16,14 +16,8 @@ from torch import Tensor
 from torchckpt.tensors import tensors_in
 
 __all__ = [
-    "Clock",
-    "Stamp",
-    "SyncPoint",
-    "accelerator_type",
-    "accelerators_among",
-    "accelerators_of",
-    "current_accelerators",
-    "on",
+    "Clock", "Stamp", "SyncPoint", "accelerator_type", "accelerators_among", "accelerators_of",
+    "current_accelerators", "on",
 ]
 
 

@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from itertools import dropwhile
 from types import CodeType, FrameType
 from typing import Any
 
@@ -61,6 +62,8 @@ try:
     from torch.overrides import _get_current_function_mode_stack as function_modes  # TorchFunctionMode; no public form
     from torch.utils._device import DeviceContext  # the mode that torch.device is as a context
     from torch.utils._python_dispatch import TorchDispatchMode  # public in all but its module
+    from torch.utils.checkpoint import _CachedTorchDispatchMode as cached_mode  # that of a selective replay
+    from torch.utils.checkpoint import _CachingTorchDispatchMode as caching_mode  # of a selective forward; none public
     from torch.utils.checkpoint import _checkpoint_debug_enabled  # noqa: F401  # see settings_of_torch
 except ImportError as missing:
     raise CheckpointError(
@@ -215,20 +218,11 @@ def frame_of_torch(pack: Callable[..., Any]) -> tuple[Any, bool] | None:
     return None if frame is None else (frame, is_replayed)
 
 
-_SELECTIVE: tuple[type, ...] = tuple(
-    getattr(torch.utils.checkpoint, name)
-    for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
-    if hasattr(torch.utils.checkpoint, name)
-)
-
-
 @contextmanager
 def without_selective_modes() -> Iterator[None]:
     """Inside the block, torch's selective contexts see (and count) no operators; other modes do. No public form."""
-    modes = _dispatch_modes()
-    first = next((place for place, mode in enumerate(modes) if isinstance(mode, _SELECTIVE)), len(modes))
-    above = modes[first:]
-    others = [mode for mode in above if not isinstance(mode, _SELECTIVE)]
+    above = [*dropwhile(lambda mode: not isinstance(mode, (caching_mode, cached_mode)), _dispatch_modes())]
+    others = [mode for mode in above if not isinstance(mode, (caching_mode, cached_mode))]
     _exchange_modes(above, others)
     try:
         yield
@@ -392,9 +386,6 @@ def look_through(*packs: Callable[..., Any], users: object = None) -> None:
         for pack in packs:
             pack.__dict__.update(_checkpoint_internal=True, _user_hooks=users)
 
-
-caching_mode: type[Any] = getattr(torch.utils.checkpoint, "_CachingTorchDispatchMode", type(None))
-"""The context of a selective forward; no public form."""
 
 heeds_hooks = "respect_saved_tensors_hooks" in inspect.signature(torch.utils.checkpoint.checkpoint).parameters
 """Whether selective contexts can pass what they keep through the user's hooks."""

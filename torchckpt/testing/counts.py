@@ -108,9 +108,8 @@ def peak_bytes(step: Callable[[], object], device: torch.device | str | None = N
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     in_use = accelerator is not None and torch.get_device_module(accelerator).memory_allocated()
-    with called("peak_bytes()"):
-        check_step(step, "peak_bytes")
-        where = _device(device or (accelerator if accelerator and in_use else "cpu"), accelerator)
+    check_step(step, "peak_bytes")
+    where = _device(device or (accelerator if accelerator and in_use else "cpu"), accelerator)
     gc.collect()  # the step would free it
     live = LiveStorages(where, looks=where.type in ("cpu", "meta"))
     live.begin()
@@ -128,14 +127,15 @@ def _device(device: object, accelerator: torch.device | None) -> torch.device:
     with suppress(RuntimeError, TypeError):
         where = torch.device(device)  # type: ignore[call-overload]  # it may be anything
     if where is None or where.type not in ("cpu", "meta", accelerator and accelerator.type):
-        raise_fault(Fault("there is no such device here", repr(device), "peak_bytes(step, 'cpu')"))
+        raise_fault(Fault("there is no such device here", repr(device), "peak_bytes(step, 'cpu')"), "peak_bytes()")
     return where
 
 
 def check_step(step: object, function: str) -> None:
     """Raise an ArgumentError where ``step``, which was given to ``function``, is not callable."""
     if not callable(step):
-        raise_fault(Fault("the step is not callable", kind(step), f"{function}(lambda: model(x).sum().backward())"))
+        works = f"{function}(lambda: model(x).sum().backward())"
+        raise_fault(Fault("the step is not callable", kind(step), works), f"{function}()")
 
 
 @called("assert_transparent()")

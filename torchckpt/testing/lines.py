@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchckpt.errors import called
 from torchckpt.planning.draw.canvas import CHARACTER, STYLE, TEXT, Axis, Canvas, clipped
 from torchckpt.planning.draw.units import aligned, percent, units_of_bytes
 from torchckpt.planning.figures import Drawn
@@ -112,8 +111,7 @@ def saved_by_line(step: Callable[[], object]) -> SavedByLine:
         ArgumentError: ``step`` is not callable.
         torch.OutOfMemoryError: of the step, with the table in a note, from Python 3.11 on.
     """
-    with called("saved_by_line()"):
-        check_step(step, "saved_by_line")
+    check_step(step, "saved_by_line")
     kept = KeptStorages(storages_alive())
     try:
         with kept.entered():

@@ -5,6 +5,7 @@ is not written yet, or that is freed already: NaN, on this device. ``mutations.p
 """
 from __future__ import annotations
 
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -304,6 +305,24 @@ def test_the_order_of_every_lane(sim, lookahead, picture, outputs):
 )
 def test_the_order_of_two_lanes_in_one_thread(sim, lookahead, picture, outputs):
     assert " ".join(events_of(("sim:0", "sim:0"), lookahead, outputs)) == picture
+
+
+def test_a_replay_waits_for_a_backward_that_goes_through_another_device(sim):
+    events = []
+
+    class ByCpu(nn.Module):
+        def forward(self, x):
+            host = x.cpu()
+            if torchckpt.is_recomputing():
+                events.append("R")
+            else:
+                host.register_hook(lambda grad: time.sleep(0.05))  # in the thread of the CPU
+                x.register_hook(lambda grad: events.append("B"))
+            return host.exp().to(x.device)
+
+    pipe = torchckpt.Pipe(nn.Sequential(nn.Linear(4, 4), ByCpu()), [1, 1], ("sim:0", "sim:0"), 3, "always")
+    pipe(torch.randn(3, 4).to("sim:0")).sum().backward()
+    assert "".join(events) == "RBRBRB"
 
 
 def test_what_a_backward_did_not_read_is_let_go_at_its_end(sim):

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import ArgumentError, Fault, called, raise_fault
+from torchckpt.errors import ArgumentError, Fault, raise_fault
 from torchckpt.graph.derive.derivative import Derivative
 from torchckpt.graph.keep import Keep
 from torchckpt.graph.planner import GraphPlanner
@@ -152,8 +152,7 @@ def _kinds(graph: fx.Graph) -> dict[str, tuple[Any, ...]]:
 def _refuse_input(name: str, value: Tensor, takes: tuple[Any, ...]) -> None:
     traced, received = (", ".join(map(str, kind)) for kind in (takes, _kind(value, len(takes))))
     rule = f"{name} has another shape or dtype than in the trace: {traced}"
-    with called("gradient()"):
-        raise_fault(Fault(rule, received, "graph.gradient(fn, *inputs), once for each kind of inputs"))
+    raise_fault(Fault(rule, received, "graph.gradient(fn, *inputs), once for each kind of inputs"), "gradient()")
 
 
 class _Code(CodeGen):

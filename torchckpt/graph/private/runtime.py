@@ -179,10 +179,4 @@ def allocations(run: Callable[[], Any], device: str = "cpu") -> list[int]:
     finally:
         threads = autograd._disable_profiler_legacy()
     events = (event for thread in threads for event in thread if event.kind() == "memory_alloc")
-    return [_event_bytes(event, device) for event in events]
-
-
-def _event_bytes(event: Any, device: str) -> int:
-    if device == "cpu":
-        return int(event.cpu_memory_usage())
-    return int(event.device_memory_usage() if hasattr(event, "device_memory_usage") else event.cuda_memory_usage())
+    return [int(event.cpu_memory_usage() if device == "cpu" else event.cuda_memory_usage()) for event in events]

@@ -37,8 +37,9 @@ from torchckpt.graph.trace.capture import explained
 from torchckpt.planning.budget import Budget
 from torchckpt.planning.remat.flow.memory import simulate
 from torchckpt.planning.remat.plan import Plan
+from torchckpt.tensors import version_of
 
-__all__ = ["Backend", "backend", "version_of"]
+__all__ = ["Backend", "backend"]
 
 Inner = Literal["inductor", "eager"]
 
@@ -177,11 +178,6 @@ class _SameOverlaps:
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.storage_offset()
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often the tensor was changed in place. An inference tensor does not tell."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _emitted(module: fx.GraphModule, inputs: Sequence[Any], planner: GraphPlanner) -> Callable[..., Any]:

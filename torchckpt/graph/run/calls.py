@@ -27,7 +27,7 @@ from torchckpt.graph.planner import GraphPlanner
 from torchckpt.graph.private.dynamo import compile_lock, compiling_whole, recompile_limit_hit
 from torchckpt.graph.private.runtime import is_traced_by_others, is_transformed
 from torchckpt.graph.progress import log, log_unread, stopwatch
-from torchckpt.graph.run.backend import Backend, version_of
+from torchckpt.graph.run.backend import Backend
 from torchckpt.graph.step.halves import Halves, Unread, narrowed
 from torchckpt.graph.trace.capture import TRACE_LOCK, Capture, restoring_modules
 from torchckpt.graph.trace.free_variables import FreeVariables
@@ -35,6 +35,7 @@ from torchckpt.graph.trace.guard import argument_names, changed, guard_of, place
 from torchckpt.graph.trace.reason import check_bare, reason_of, warn_of_retraces
 from torchckpt.planning.budget import read
 from torchckpt.planning.remat.plan import Plan
+from torchckpt.tensors import version_of
 
 __all__ = ["Calls", "Planned", "module_faults", "option_faults"]
 
@@ -179,8 +180,7 @@ class Planned:
         if call is None:
             rule = "there is no plan yet: it needs inputs, an example or a first call"
             works = f"graph.{self._calls.function[:-1]}model, inputs)"
-            with called("plan"):
-                raise_fault(Fault(rule, "no example, and no call yet", works))
+            raise_fault(Fault(rule, "no example, and no call yet", works), "plan")
         return cast(Plan, call.plan)
 
     @property
@@ -193,8 +193,7 @@ class Planned:
         if self._calls.call(args, kwargs) is None:
             rule = "there is nothing to plan: no parameter or input requires a gradient, or gradients are disabled"
             works = "model.requires_grad_(), outside of torch.no_grad()"
-            with called(self._calls.function):
-                raise_fault(Fault(rule, "a call in which nothing requires a gradient", works))
+            raise_fault(Fault(rule, "a call in which nothing requires a gradient", works), self._calls.function)
         return self.plan
 
     def _prepare_example(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> None:

@@ -124,8 +124,7 @@ class Rematerialized(Planned, nn.Module):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         rule = "torch.compile cannot compile a rematerialized module, which runs its own graphs"
         works = 'graph.rematerialize(..., engine="inductor"); or torch.compile(model, backend=graph.backend(...))'
-        with called("compile()"):
-            raise_fault(Fault(rule, "compile() of the result of rematerialize()", works))
+        raise_fault(Fault(rule, "compile() of the result of rematerialize()", works), "compile()")
 
     @property
     def training(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from torchckpt.errors import Fault, called, check, raise_fault
+from torchckpt.errors import Fault, check, raise_fault
 from torchckpt.graph.private.runtime import is_flattened
 from torchckpt.graph.trace.guard import Guard, Itself, argument_names
 from torchckpt.modules import imported, is_compiled
@@ -161,8 +161,7 @@ def refuse_copies() -> None:
     """Raise an ArgumentError, because DataParallel is about to copy a traced module."""
     rule = "DataParallel copies the module for each device, and its trace has one set of parameters"
     works = "DistributedDataParallel(graph.rematerialize(model, ...)), with a process for each device"
-    with called("rematerialize()"):
-        raise_fault(Fault(rule, "DataParallel around it", works))
+    raise_fault(Fault(rule, "DataParallel around it", works), "rematerialize()")
 
 
 def _broken(module: nn.Module) -> Iterator[tuple[str, str]]:

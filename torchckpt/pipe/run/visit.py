@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import Fault, called, check, raise_fault
+from torchckpt.errors import Fault, check, raise_fault
 from torchckpt.pipe.microbatch import MicroBatch
 from torchckpt.pipe.partition import Mode, Stage
 from torchckpt.pipe.skip import Name, Skips, StageSkips, stasher_behind
@@ -301,8 +301,7 @@ class StageCall(NamesModules):
         rule = "a stage changes an input in place that something else may read"
         received = f"tensor {place} of {self._stage.__qualname__}, changed by {layer}: {why}"
         works = "the operation out of place, such as ReLU(inplace=False) or x = x + 1"
-        with called("Pipe"):
-            raise_fault(Fault(rule, received, works))
+        raise_fault(Fault(rule, received, works), "Pipe")
 
 
 def _copy_of(tensor: Tensor) -> Tensor:

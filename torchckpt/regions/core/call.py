@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import Fault, RecomputationError, called, kind, raise_fault
+from torchckpt.errors import Fault, RecomputationError, kind, raise_fault
 from torchckpt.modules import name_of
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.devices import SyncPoint, accelerators_of, current_accelerators
@@ -38,9 +38,9 @@ from torchckpt.regions.state.ambient import (
     use_settings_of_process,
 )
 from torchckpt.regions.state.boundary import Boundary, generators_among
-from torchckpt.regions.state.layout import version_of
 from torchckpt.regions.state.module_state import ModuleState, changed_in_place, exclusive, record_state, substituted
 from torchckpt.regions.state.reached import modules_reached, reaches_nothing, runs_compiled_code, settle
+from torchckpt.tensors import version_of
 from torchckpt.typing import ContextFunction, Function
 
 __all__ = ["Call", "Stop", "comes_of_stop", "goes_on", "inside"]
@@ -256,8 +256,7 @@ def inside(context: AbstractContextManager[Any], function: Function) -> Function
 
 def _refuse(iterator: object) -> NoReturn:
     rule = "an argument is an iterator, of which a replay gets only what the forward has left"
-    with called("checkpoint"):
-        raise_fault(Fault(rule, f"a {kind(iterator)}", "checkpoint(function, x, list(parts))"))
+    raise_fault(Fault(rule, f"a {kind(iterator)}", "checkpoint(function, x, list(parts))"), "checkpoint")
 
 
 def _contexts(make: ContextFunction) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -265,8 +264,7 @@ def _contexts(make: ContextFunction) -> tuple[AbstractContextManager[Any], Abstr
     if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(c, AbstractContextManager) for c in pair)):
         rule = "context_fn did not return two context managers, one around the forward and one around the replay"
         works = "context_fn=lambda: (contextlib.nullcontext(), contextlib.nullcontext())"
-        with called("checkpoint"):
-            raise_fault(Fault(rule, repr(pair), works))
+        raise_fault(Fault(rule, repr(pair), works), "checkpoint")
     return pair
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from torchckpt.errors import Fault, called, raise_fault
+from torchckpt.errors import Fault, raise_fault
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.kept import KeptCalls
 from torchckpt.regions.core.options import shown
@@ -116,15 +116,13 @@ def heeding(context_fn: ContextFunction | None, respects: bool) -> ContextFuncti
     """``context_fn``, whose selective contexts heed the hooks that are in force around the region, if ``respects``."""
     name = "respect_saved_tensors_hooks"
     if not isinstance(respects, bool):
-        with called("checkpoint"):
-            raise_fault(Fault(f"{name} is not a bool or None", shown(respects), f"{name}=True"))
+        raise_fault(Fault(f"{name} is not a bool or None", shown(respects), f"{name}=True"), "checkpoint")
     # In a graph torch takes no notice of hooks. The default here is torch's old behaviour, without its warning.
     if not respects or not callable(context_fn) or torch.compiler.is_dynamo_compiling():
         return context_fn
     if not heeds_hooks:
         rule = f"{name} needs selective contexts that look for hooks, which torch has from 2.15 on"
-        with called("checkpoint"):
-            raise_fault(Fault(rule, f"torch {torch.__version__}", f"{name}=None"))
+        raise_fault(Fault(rule, f"torch {torch.__version__}", f"{name}=None"), "checkpoint")
     return partial(_contexts, context_fn)
 
 
@@ -132,9 +130,9 @@ def _contexts(make: ContextFunction) -> Any:
     pair = make()
     if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], caching_mode)):
         return pair
-    others = level_of(hooks_entered()).others
-    pair[0].respect_saved_tensors_hooks = True
-    return _heeding(pair[0], others[-1]) if others else pair[0], pair[1]
+    mode: Any = pair[0]
+    others, mode.respect_saved_tensors_hooks = level_of(hooks_entered()).others, True
+    return _heeding(mode, others[-1]) if others else mode, pair[1]
 
 
 @contextmanager

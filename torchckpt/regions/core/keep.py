@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torchckpt.errors import Fault, TransformError, called, raise_fault
+from torchckpt.errors import Fault, TransformError, raise_fault
 from torchckpt.modules import name_of
 from torchckpt.regions.core.hooks import Level, Region, level_of
 from torchckpt.regions.core.kept import (
@@ -78,8 +78,7 @@ def keep(function: Function, /, *args: Any, **kwargs: Any) -> Any:
         return keep_outside_graph(keep, function, *args, **kwargs)
     if not callable(function):
         works = "keep(router, x), not keep(router(x))"
-        with called("keep"):
-            raise_fault(Fault("the function is not callable", type(function).__name__, works))
+        raise_fault(Fault("the function is not callable", type(function).__name__, works), "keep")
     if hooks_in_force(True) is None:  # True: in a trace of AOTAutograd, too
         return function(*args, **kwargs)
     if functorch_is_active() or forward_ad._current_level >= 0:  # hooks are disabled there

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import Fault, RecomputationError, called, raise_fault
+from torchckpt.errors import Fault, RecomputationError, raise_fault
 from torchckpt.modules import contents_of, name_of
 from torchckpt.regions.core.difference import keeps_differently
 from torchckpt.regions.devices import SyncPoint, accelerators_among
 from torchckpt.regions.private import alive, apply_of, set_version
 from torchckpt.regions.state.ambient import Generator, drawn_since, random_state, restore_states
 from torchckpt.regions.state.boundary import Boundary
-from torchckpt.regions.state.layout import Copy, version_of
+from torchckpt.regions.state.layout import Copy
 from torchckpt.regions.state.module_state import ModuleState
-from torchckpt.tensors import copy_attributes, hides_tensors, tensors_of
+from torchckpt.tensors import copy_attributes, hides_tensors, tensors_of, version_of
 from torchckpt.typing import Function
 
 __all__ = ["Buffers", "Inputs", "KeptCall", "KeptCalls", "Result", "buffers_of", "changed_buffers", "inputs_of"]
@@ -217,13 +217,11 @@ def _check_outputs(function: Function, leaves: Sequence[Any]) -> None:
     if hidden:
         rule = f"{name_of(function)} returned tensors in an object that is no pytree, where they are out of sight"
         works = "return a tuple or a dict; or torch.export.register_dataclass(Routed)"
-        with called("keep"):
-            raise_fault(Fault(rule, f"tensors in an object of {type(hidden[0]).__qualname__}", works))
+        raise_fault(Fault(rule, f"tensors in an object of {type(hidden[0]).__qualname__}", works), "keep")
     iterators = [leaf for leaf in leaves if isinstance(leaf, Iterator)]
     if iterators:
         rule = f"{name_of(function)} returned an iterator, which is at its end in the replay"
-        with called("keep"):
-            raise_fault(Fault(rule, f"a {type(iterators[0]).__qualname__}", "keep(lambda x: list(parts(x)), x)"))
+        raise_fault(Fault(rule, f"a {type(iterators[0]).__qualname__}", "keep(lambda x: list(parts(x)), x)"), "keep")
 
 
 def _copied(leaf: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import NamedTuple, get_args
 
 import torch
 
-from torchckpt.errors import Fault, called, check
+from torchckpt.errors import Fault, check
 from torchckpt.regions.state.ambient import Generator
 from torchckpt.typing import ContextFunction, DeterminismCheck
 
@@ -32,10 +32,7 @@ def check_options(function: object, options: Options, others: Iterable[Fault] = 
 
     The message begins with ``caller``, a public function.
     """
-    faults = [*others, *_faults(function, options)]
-    if faults:  # called() takes time
-        with called(caller):
-            check(faults)
+    check([*others, *_faults(function, options)], caller)
 
 
 def _faults(function: object, options: Options) -> Iterator[Fault]:

@@ -5,6 +5,5 @@
     slot              the place of one saved tensor, and how it is put together again
     copies            the copies of one device, and all waits
     arena             memory of the host, pinned once
-    private           the private names of torch's that tell of tensors which are spread over ranks
 """
 __all__: list[str] = []

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchckpt.errors import Fault, called, check
+from torchckpt.errors import Fault, check
 from torchckpt.regions.core.checkpointing import outside, refuse_transforms
 from torchckpt.regions.core.hooks import level_of
 from torchckpt.regions.core.options import shown
@@ -326,9 +326,7 @@ def offload(function: Function, /, *args: Any, min_bytes: int = LEAST_BYTES, **k
     if not callable(function):
         works = "offload(block, x), not offload(block(x))"
         faults.append(Fault("the function is not callable", shown(function), works))
-    if faults:
-        with called("offload"):
-            check(faults)
+    check(faults, "offload")
     return move(function, args, kwargs, Moving(min_bytes))
 
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torchckpt.errors import RecomputationError
 from torchckpt.regions.core.slots import Slot, describe
 from torchckpt.regions.moved.copies import Bytes, goes_from
-from torchckpt.regions.moved.private import dtensor_like
 from torchckpt.regions.private import negated, set_version, storage_key
 from torchckpt.regions.state.boundary import Hooks
 from torchckpt.tensors import node_name
@@ -135,7 +134,7 @@ def _maker(tensor: Any, storages: Mapping[int | None, Bytes]) -> Callable[[], An
         inner, context = tensor.__tensor_flatten__()
         makers = {name: _maker(getattr(tensor, name), storages if name in names else {}) for name in inner}
         if hasattr(tensor, "device_mesh"):
-            make, local = dtensor_like(tensor), makers[names[0]]
+            make, local = _dtensor_like(tensor), makers[names[0]]
             return lambda: make(local())
         return partial(_wrapper, type(tensor), makers, context, tensor.size(), tensor.stride())
     storage = storages.get(storage_key(tensor)) if type(tensor) is Tensor else None
@@ -143,6 +142,13 @@ def _maker(tensor: Any, storages: Mapping[int | None, Bytes]) -> Callable[[], An
         return lambda: tensor
     place = tensor.storage_offset(), tensor.size(), tensor.stride()
     return partial(_view, storage, tensor.dtype, place, tensor.is_conj(), tensor.is_neg())
+
+
+def _dtensor_like(tensor: Any) -> Callable[[Tensor], Tensor]:
+    """What makes a DTensor of what this rank holds, laid out as ``tensor``. No public form: ``__tensor_unflatten__`` of
+    torch 2.13 (torch/distributed/tensor/_api.py) refuses views that flatten a sharded dimension."""
+    of, spec, requires_grad = type(tensor), tensor._spec, tensor.requires_grad
+    return lambda local: of(local, spec, requires_grad=requires_grad)
 
 
 def _wrapper(of: Any, makers: dict[str, Callable[[], Any]], context: Any, *shape: Any) -> Tensor:

@@ -38,20 +38,8 @@ from torchckpt.regions.private import (
 from torchckpt.tensors import tensors_in
 
 __all__ = [
-    "Ambient",
-    "Generator",
-    "RandomState",
-    "Settings",
-    "changing",
-    "differ_in_process",
-    "drawn_since",
-    "generators_of",
-    "is_made_here",
-    "random_state",
-    "restore_states",
-    "set_states",
-    "settings",
-    "use_settings",
+    "Ambient", "Generator", "RandomState", "Settings", "changing", "differ_in_process", "drawn_since",
+    "generators_of", "is_made_here", "random_state", "restore_states", "set_states", "settings", "use_settings",
     "use_settings_of_process",
 ]
 

@@ -16,12 +16,11 @@ from torch.nn.parameter import is_lazy
 from torchckpt.modules import OF_EVERY_MODULE, contents_of, is_compiled, is_module, module_of, names_in, uncompiled
 from torchckpt.regions.private import norm_layer, set_version
 from torchckpt.regions.state.norms import COUNTER, STATISTICS, updates
-from torchckpt.tensors import of_class
+from torchckpt.tensors import of_class, version_of
 from torchckpt.typing import Function
 
 __all__ = [
     "Copy", "Key", "Known", "Layout", "Modules", "NamesModules", "known_of", "layout_of", "lengths_of", "values_of",
-    "version_of",
 ]
 
 _NUMBERS = (bool, int, float, complex)
@@ -300,10 +299,6 @@ def values_of(tables: Iterable[dict[str, Any]]) -> list[Any]:
 
 
 _VALUES: Callable[[dict[str, Any]], Iterable[Any]] = dict.values
-
-
-def version_of(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def lengths_of(tables: Iterable[dict[str, Any]]) -> list[int]:

@@ -31,8 +31,8 @@ from torchckpt.errors import RecomputationError
 from torchckpt.modules import name_of
 from torchckpt.regions.flags import state_lock
 from torchckpt.regions.private import alive, set_version, storage_key
-from torchckpt.regions.state.layout import Copy, Key, Layout, layout_of, lengths_of, values_of, version_of
-from torchckpt.tensors import parameter_as
+from torchckpt.regions.state.layout import Copy, Key, Layout, layout_of, lengths_of, values_of
+from torchckpt.tensors import parameter_as, version_of
 from torchckpt.typing import Function
 
 __all__ = ["ModuleState", "Substitutes", "changed_in_place", "exclusive", "record_state", "substituted"]

@@ -30,21 +30,8 @@ from torchckpt.regions.private import (
 )
 
 __all__ = [
-    "COUNTER",
-    "STATISTICS",
-    "calls_end",
-    "is_in_call",
-    "is_statistic",
-    "lend",
-    "look",
-    "moved",
-    "note_caller",
-    "on_copies",
-    "own_buffers",
-    "ran",
-    "running_means",
-    "take_back",
-    "updates",
+    "COUNTER", "STATISTICS", "calls_end", "is_in_call", "is_statistic", "lend", "look", "moved", "note_caller",
+    "on_copies", "own_buffers", "ran", "running_means", "take_back", "updates",
 ]
 
 COUNTER = "num_batches_tracked"

@@ -82,10 +82,8 @@ class _Counter:
 
     def look(self) -> int:
         if not self.total and (dynamo := sys.modules.get(DYNAMO)) is not None:
-            register = getattr(dynamo, "register_bytecode_hook", None)
-            if register is not None:
-                self.total = 1
-                register(self._compiled)
+            self.total = 1
+            dynamo.register_bytecode_hook(self._compiled)
         return self.total
 
     def _compiled(self, _: CodeType, __: CodeType) -> None:

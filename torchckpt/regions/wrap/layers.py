@@ -86,11 +86,7 @@ def wrap_layers(
     """
     selectors, verb = _listed(layers), "checkpoint" if isinstance(setting, Options) else "offload"
     works = f'{verb}_layers(model, Block); or {verb}_layers(model, "layers.*")'
-    unfit = (_selector_fault(selector, works) for selector in selectors)
-    call_faults = [*_model_faults(model, works), *unfit, *_every_faults(every), *others]
-    if not selectors:
-        call_faults.append(Fault("layers chooses nothing", f"layers={layers!r}", works))
-    each_once = dict.fromkeys(filter(None, call_faults))  # 32 layers in a list are one fault
+    each_once = dict.fromkeys([*_call_faults(model, layers, every, works), *others])
     check_options(wrap_layers, setting if isinstance(setting, Options) else DEFAULT, each_once)
     chosen = _chosen(model, selectors, verb)
     check(_layer_faults(chosen, verb))
@@ -150,23 +146,20 @@ def _fits(parts: list[str], pattern: list[str]) -> bool:
 # what is wrong --------------------------------------------------------------------------------------------------------
 
 
-def _model_faults(model: object, works: str) -> Iterator[Fault]:
+def _call_faults(model: object, layers: object, every: object, works: str) -> Iterator[Fault]:
+    """Some of them several times: 32 layers in a list are one fault."""
     if not isinstance(model, nn.Module):
         yield Fault("the model is not an nn.Module", kind(model), works)
-
-
-def _every_faults(every: object) -> Iterator[Fault]:
+    for selector in _listed(layers):
+        is_module = isinstance(selector, nn.Module)
+        if is_module or not (isinstance(selector, str) or _is_class(selector) or callable(selector)):
+            received = f"a module, {type(selector).__name__}" if is_module else shown(selector)
+            yield Fault("layers has something that is no class, no name, and no function of a module", received, works)
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        works = "every=2, for the 1st, the 3rd, the 5th"
-        yield Fault("every is not a whole number of at least 1", f"every={every!r}", works)
-
-
-def _selector_fault(selector: object, works: str) -> Fault | None:
-    is_one = isinstance(selector, str) or _is_class(selector) or callable(selector)
-    if is_one and not isinstance(selector, nn.Module):
-        return None
-    received = shown(selector) if not isinstance(selector, nn.Module) else f"a module, {type(selector).__name__}"
-    return Fault("layers has something that is no class, no name, and no function of a module", received, works)
+        rule = "every is not a whole number of at least 1"
+        yield Fault(rule, f"every={every!r}", "every=2, for the 1st, the 3rd, the 5th")
+    if not _listed(layers):
+        yield Fault("layers chooses nothing", f"layers={layers!r}", works)
 
 
 def _nothing(selector: Any, model: nn.Module, places: Layers, verb: str) -> Fault:
