@@ -32,7 +32,7 @@ _OPTIONS = (
     (r"\bbudget=None", "no --budget"),
     (r"\bexact=True", "--exact"),
     (r"\bDeviceMemory\((\d+)\)", r"--device-memory \1B"),
-    (r"""\bbytes=(['"]?)([\w.+]+)\1""", r"--host \2"),
+    (r"""\bworks: (['"]?)([\w.+]+)\1(?=, or a list)""", r"works: --host \2"),
     (r"""\b(budget|device)=(['"]?)([^'",; ]+)\2""", r"--\1 \3"),
     (r"""\b(keep)=\[?'([^',\]]+)'[^;]*?(?=$|\]|;)\]?""", r"--\1 \2"),
     (r"\bplan\.explain\('([^']*)'\)", r"--explain \1"),

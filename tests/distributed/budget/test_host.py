@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import functools
+from ast import literal_eval
 from dataclasses import replace
 from itertools import product
 
@@ -261,6 +262,13 @@ def faults(device, **options):
 )
 def test_wrong_hosts(accelerator, options, text):
     assert text in faults(accelerator, **options)
+
+
+@pytest.mark.parametrize("host", ["lots", ["1GB", "1GB"]])
+def test_what_works_is_a_host(accelerator, host):
+    works = faults(accelerator, budget="50%", host=host).rpartition("works:")[2].partition(", or")[0]
+    schedule = schedule_on(stages_on(NAMES[0], accelerator, True), NAMES[0], MICRO_BATCHES, loss_of)
+    recompute_ahead(schedule, budget="50%", host=literal_eval(works.strip()))
 
 
 def test_there_is_nothing_to_send_from_a_cpu():

@@ -41,6 +41,13 @@ def test_product_of_a_matrix_with_gaps_copies_it():
     assert Measure().of(node_of(aten.sin.default, gaps)).workspace_bytes == 0
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_an_operation_that_reads_fp8_which_torch_draws_no_numbers_of(dtype):
+    fp8 = torch.empty(50, 40, dtype=dtype)
+    assert Measure().of(node_of(aten._to_copy.default, fp8, dtype=torch.float32)).workspace_bytes == 0
+
+
 def test_kinds_are_shapes_strides_dtypes_and_constants(monkeypatch):
     runs, run = [], Measure._run
     monkeypatch.setattr(Measure, "_run", lambda self, node: runs.append(node) or run(self, node))

@@ -17,23 +17,24 @@ def test_sizes_and_numbers():
     assert hash(Host([1, 2], out=1)) == hash(Host((1, 2), out=1))
 
 
-BYTES = 'Host(): the bytes of a host are not a number of at least 1, or a size such as "200GiB"\n  received: bytes='
+BYTES = 'Host(): the bytes of a host are not a number of at least 1, or a size such as "200GiB"\n  received: '
 LINK = 'Host(): the link to a host is not a number of bytes a second above 0, or a size such as "25GB"\n  received: '
 WORKS = '\n  works:    Host("200GiB", out="25GB", back="25GB")'
+ROOM = '\n  works:    "200GiB", or a list with one for each rank'
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((0, 1), f"{BYTES}0{WORKS}"),
-        ((-5, 1), f"{BYTES}-5{WORKS}"),
-        ((0.5, 1), f"{BYTES}0.5 (less than a byte; a share is text){WORKS}"),
-        (("200", 1), f"{BYTES}'200' (it has no unit){WORKS}"),
-        (("50%", 1), f"{BYTES}'50%'{WORKS}"),
-        (("2 boxes", 1), f"{BYTES}'2 boxes' (boxes is not a unit){WORKS}"),
-        ((float("inf"), 1), f"{BYTES}inf{WORKS}"),
-        ((None, 1), f"{BYTES}None{WORKS}"),
-        (([4, 0], 1), f"{BYTES}0{WORKS}"),
+        ((0, 1), f"{BYTES}0{ROOM}"),
+        ((-5, 1), f"{BYTES}-5{ROOM}"),
+        ((0.5, 1), f"{BYTES}0.5 (less than a byte; a share is text){ROOM}"),
+        (("200", 1), f"{BYTES}'200' (it has no unit){ROOM}"),
+        (("50%", 1), f"{BYTES}'50%'{ROOM}"),
+        (("2 boxes", 1), f"{BYTES}'2 boxes' (boxes is not a unit){ROOM}"),
+        ((float("inf"), 1), f"{BYTES}inf{ROOM}"),
+        ((None, 1), f"{BYTES}None{ROOM}"),
+        (([4, 0], 1), f"{BYTES}0{ROOM}"),
         ((1, 0), f"{LINK}out=0{WORKS}"),
         ((1, -2.0), f"{LINK}out=-2.0{WORKS}"),
         ((1, "25"), f"{LINK}out='25' (it has no unit){WORKS}"),
@@ -42,7 +43,7 @@ WORKS = '\n  works:    Host("200GiB", out="25GB", back="25GB")'
         ((1, 1, float("nan")), f"{LINK}back=nan{WORKS}"),
         ((1, 1, 1, False, -1), "Host(): the drag of a host is not a number of seconds >= 0 for each second of copying\n"
          "  received: drag=-1\n  works:    drag=0.02"),
-        ((10**400, 1), f"{BYTES}{'1' + '0' * 400}{WORKS}"),
+        ((10**400, 1), f"{BYTES}{'1' + '0' * 400}{ROOM}"),
         ((1, 1, 10**400), f"{LINK}back={'1' + '0' * 400}{WORKS}"),
         ((1, 1, 1, "no"), "Host(): half_duplex is not True or False\n  received: half_duplex='no'\n"
          "  works:    half_duplex=True"),
@@ -69,7 +70,7 @@ def test_a_list_has_one_for_each_rank(plan):
     assert str(caught.value) == (
         f"{plan.__name__}(): the bytes of a host are neither one for every rank nor a list of 2\n"
         "  received: 3 amounts\n"
-        "  works:    bytes=1, or a list with one for each rank"
+        "  works:    1, or a list with one for each rank"
     )
 
 

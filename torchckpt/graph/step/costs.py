@@ -288,7 +288,7 @@ def _drawn(like: Tensor, whole: int) -> Tensor:
         return torch.zeros(like.shape, dtype=like.dtype, layout=like.layout, device=like.device)
     size = like.untyped_storage().nbytes() // like.element_size()
     storage = torch.full((size,), whole, dtype=like.dtype, device=like.device)
-    if like.dtype.is_floating_point:
+    if like.dtype.is_floating_point and like.element_size() > 1:  # of fp8 torch draws no numbers
         storage.uniform_()
     return storage.as_strided(like.shape, like.stride())
 

@@ -50,7 +50,8 @@ class Host:
         if isinstance(self.bytes, list):
             object.__setattr__(self, "bytes", tuple(self.bytes))
         each = self.bytes if isinstance(self.bytes, tuple) else (self.bytes,)
-        wrong = [Fault(_BYTES, f"bytes={trouble(amount)}", _WORKS) for amount in each if _size(amount) is None]
+        works = '"200GiB", or a list with one for each rank'
+        wrong = [Fault(_BYTES, trouble(amount), works) for amount in each if _size(amount) is None]
         for name, rate in [("out", self.out), *[("back", self.back)] * (self.back is not None)]:
             wrong += [] if _rate(rate) else [Fault(_LINK, f"{name}={trouble(rate)}", _WORKS)]
         if not isinstance(self.half_duplex, bool):
@@ -77,7 +78,7 @@ class Host:
         each = self.bytes if isinstance(self.bytes, tuple) else (self.bytes,) * ranks
         if len(each) != ranks:
             rule = f"the bytes of a host are neither one for every rank nor a list of {ranks}"
-            works = f"bytes={each[0] if each else 1e9!r}, or a list with one for each rank"
+            works = f"{each[0] if each else 1e9!r}, or a list with one for each rank"
             raise_fault(Fault(rule, f"{len(each)} amounts", works))
         return tuple(_size(amount) or 0.0 for amount in each)
 
