@@ -1,6 +1,7 @@
 """Planner: turn the user's options (keep, budget, costs) into the schedule of a joint graph, and its plan."""
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Hashable, Mapping
 from copy import copy
 from functools import cached_property
@@ -76,6 +77,11 @@ class GraphPlanner:
         if budget is not None:
             self._shares[self.program] = budget
         return schedule
+
+    @property
+    def room_bytes(self) -> float:
+        """What the step of the last plan may take: its budget, without what is reserved for the caller's loss."""
+        return math.inf if self.plan.budget_bytes is None else self.plan.budget_bytes - _RESERVED_BYTES
 
     def within(self, budget_bytes: int) -> GraphPlanner:
         """A planner of so many bytes, whose errors say what this one was asked for."""

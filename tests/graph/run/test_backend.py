@@ -1,12 +1,14 @@
 """Under torch.compile: the same schedule, Dynamo's graph, and kernels that stay within the plan."""
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from tests.graph.allocations import measured_peak
@@ -369,6 +371,52 @@ def test_kernels_stay_within_the_plan_and_near_it(budget, near, monkeypatch):
     model.zero_grad()
     measured = measured_peak(lambda: call(x).backward())
     assert measured <= compiler.plans[0].peak_bytes <= near * measured
+
+
+class Quarters(torch.autograd.Function):
+    """A product that saves its factors in eight bits."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        x, weight = x.to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn)
+        ctx.save_for_backward(x, weight)
+        return x.float() @ weight.float().t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        gradient = gradient.to(torch.float8_e5m2).float()
+        return gradient @ weight.float(), gradient.t() @ x.float()
+
+
+class Narrow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide, self.back = (nn.Parameter(torch.randn(*shape) / 4) for shape in ((32, 16), (16, 32)))
+
+    def forward(self, x):
+        return F.dropout(Quarters.apply(F.gelu(Quarters.apply(x, self.wide)), self.back), 0.3) + x
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")
+def test_every_budget_above_the_least_that_is_named_will_do():
+    """Fusion adds bytes to a plan for more, and there was no room for them: it was refused."""
+    x = torch.randn(8, 16, requires_grad=True)
+
+    def peak(budget):
+        torch._dynamo.reset()
+        compiler = graph.backend(budget=budget)
+        compiled(nn.Sequential(*(Narrow() for _ in range(4))), compiler)(x).sum().backward()
+        return compiler.plans[0].peak_bytes
+
+    with pytest.raises(BudgetInfeasible) as caught:
+        peak("30%")
+    least = re.search(r'budget="([\d.]+)kB" or more', str(caught.value))
+    for more in (0, 0.1, 0.3, 0.6, 1, 1.5):
+        budget = float(least[1]) + more
+        assert peak(f"{budget:.2f}kB") <= 1000 * budget
 
 
 # what torch's own backends do not notice ------------------------------------------------------------------------------

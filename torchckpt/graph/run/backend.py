@@ -9,8 +9,9 @@ dominate.
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -207,18 +208,30 @@ def _compiled(module: fx.GraphModule, inputs: Sequence[Any], planner: GraphPlann
     raise infeasible
 
 
-def _fitted(module: fx.GraphModule, inputs: Sequence[Any], planner: GraphPlanner) -> Callable[..., Any]:
+def _fitted(
+    module: fx.GraphModule, inputs: Sequence[Any], planner: GraphPlanner, room_bytes: float | None = None
+) -> Callable[..., Any]:
+    """The compiled graph. Its kernels may need ``room_bytes``; by default those of the budget."""
+
     def workspace_bytes(node: fx.Node) -> int:
         return planner.cost(node).workspace_bytes
 
     reserve_bytes = 0
     for _ in range(_ATTEMPTS):
-        attempt = _Attempt(planner, reserve_bytes)
+        attempt = _Attempt(planner, reserve_bytes, room_bytes)
         hooks = attempt.partition, hide_marks, attempt.watch, workspace_bytes
         try:
             run = by_inductor(copy.deepcopy(module), inputs, *hooks)
         except _Exceeds as error:
             reserve_bytes += error.args[0]
+        except BudgetInfeasible as error:
+            if reserve_bytes and room_bytes is None:  # kernels of the least plan may need less than those of others
+                least = planner.within(int(error.least_bytes) - reserve_bytes)
+                with suppress(BudgetInfeasible):
+                    run = _fitted(module, inputs, least, planner.room_bytes)
+                    planner.plan = replace(least.plan, budget_bytes=planner.plan.budget_bytes)
+                    return run
+            raise
         else:
             if hasattr(planner, "plan"):
                 planner.plan = planner.plan.lowered(attempt.spare_bytes)
@@ -230,19 +243,20 @@ def _fitted(module: fx.GraphModule, inputs: Sequence[Any], planner: GraphPlanner
 
 
 class _Exceeds(Exception):
-    """The compiled graphs need so many bytes more than the plan."""
+    """The compiled graphs need so many bytes more than the plan, and there is no room for them."""
 
 
 class _Attempt:
     """One attempt: plan with ``reserve_bytes`` added to each operation, compile, and compare the kernels' peak."""
 
-    def __init__(self, planner: GraphPlanner, reserve_bytes: int) -> None:
-        self._planner, self._reserve_bytes = planner, reserve_bytes
-        self._planned_bytes, self._needed_bytes = sys.maxsize, 0  # where nothing is planned, nothing is exceeded
+    def __init__(self, planner: GraphPlanner, reserve_bytes: int, room_bytes: float | None) -> None:
+        self._planner, self._reserve_bytes, self._room_bytes = planner, reserve_bytes, room_bytes
+        self._planned_bytes, self._needed_bytes = 0, 0
 
     @property
     def spare_bytes(self) -> int:
-        """Planned bytes that the kernels do not need, as Inductor counts: it fuses more than the plan assumes."""
+        """Planned bytes that the kernels do not need, as Inductor counts: it fuses more than the plan assumes. Below 0
+        they need more."""
         return self._planned_bytes - self._needed_bytes
 
     def partition(
@@ -255,6 +269,7 @@ class _Attempt:
         schedule = self._planner(fusion.joint)
         memory = simulate(fusion.joint.flow, schedule)
         self._planned_bytes, self._unseen_bytes = memory.peak_bytes, _unseen_bytes(joint, memory.saved)
+        self._room_bytes = self._planner.room_bytes if self._room_bytes is None else self._room_bytes
         expanded = fusion.expanded(schedule)
         forward, backward = emit(joint, expanded, simulate(joint.flow, expanded).boundary)
         updates.write(forward.graph)
@@ -270,7 +285,7 @@ class _Attempt:
     def watch(self, is_backward: bool, peak_bytes: int) -> None:
         needed_bytes = peak_bytes + (self._unseen_bytes if is_backward else 0)
         self._needed_bytes = max(self._needed_bytes, needed_bytes)
-        if needed_bytes > self._planned_bytes:
+        if self._room_bytes is not None and needed_bytes > self._room_bytes:  # it is None where nothing is planned
             raise _Exceeds(needed_bytes - self._planned_bytes)
 
 
