@@ -113,9 +113,9 @@ def checkpoint(
     >>> y.sum().backward()
 
     Args:
-        function: any callable. It may close over tensors and modules. The replay repeats changes that the function makes
-            to other state: guard them with ``if not torchckpt.is_recomputing():``. Buffers of modules need no guard.
-            Left out: the call returns a decorator, ``@checkpoint(early_stop=False)``, each call of whose function is a
+        function: any callable. It may close over tensors and modules. The replay repeats what the function changes of
+            other state: guard that with ``if not torchckpt.is_recomputing():``. Buffers of modules need no guard. Left
+            out: the call returns a decorator, ``@checkpoint(early_stop=False)``, each call of whose function is a
             region.
         *args, **kwargs: the arguments of ``function``: tensors, other objects, and pytrees of both. They stay in
             memory until the backward; beside them, copies of buffers do, and what :func:`keep` keeps.

@@ -101,6 +101,10 @@ class Layout:
         """The lengths of ``dicts``. An attribute that is added later changes them, and makes a new layout necessary."""
         self.parameters: list[dict[str, Any]] = [module._parameters for module in modules]
         self.copies: dict[Key, Copy] = {}
+        self.guarded: set[Key] = set()
+        """Buffers that are updated under ``if not is_recomputing()``."""
+        self.unguarded: set[Key] = set()
+        """Those that a replay updates, too, though code asks whether it is one."""
         self.changing: set[Key] = set()
         """Buffers that a forward has changed in place or replaced, and ``changing_parameters``."""
         limited = ((place, module) for place, module in enumerate(modules) if vars(module).get("max_norm") is not None)

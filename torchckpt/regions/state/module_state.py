@@ -31,6 +31,7 @@ from torchckpt.errors import RecomputationError
 from torchckpt.modules import name_of
 from torchckpt.regions.flags import state_lock
 from torchckpt.regions.private import alive, set_version, storage_key
+from torchckpt.regions.state.guards import Guards
 from torchckpt.regions.state.layout import Copy, Key, Layout, layout_of, lengths_of, values_of
 from torchckpt.tensors import parameter_as, version_of
 from torchckpt.typing import Function
@@ -55,6 +56,7 @@ class Substitutes(NamedTuple):
     """By ``id()``: the tensors that the replay must not read, because they were changed in place, with their paths."""
     late: dict[int, Late]
     """By ``id()``: the substitutes for parameters that a forward has changed for the first time. Nobody has a copy."""
+    guards: Guards | None
 
 
 class Late:
@@ -95,6 +97,7 @@ class ModuleState:
             changing = [(key, parameters.get(key)) for key in layout.changing_parameters]
             self._parameters = {key: Copy(p) for key, p in changing if p is not None and not _is_sharded(p)}
         self._buffers: dict[Key, tuple[Tensor | None, Copy | None]] = {}
+        self.guards: Guards | None = None
         self._non_leaves: dict[Key, weakref.ref[Tensor]] = {}
         """Buffers that are not leaves. ``_buffers`` has a detached alias of each."""
         if not layout.is_simple or len(values) > layout.without_buffers:
@@ -106,6 +109,7 @@ class ModuleState:
                     self._non_leaves[key] = weakref.ref(tensor)
                 else:
                     self._buffers[key] = tensor, None if tensor is None else self._copy(key, tensor)
+            self.guards = Guards(layout, self._buffers)
 
     def _copy(self, key: Key, tensor: Tensor) -> Copy:
         copy, table = self.layout.copies.get(key), self.layout.statistics.get(key)
@@ -145,8 +149,9 @@ class ModuleState:
             layout.changing |= self._after.keys()
         if self._is_reached and values_of(layout.tables)[: len(layout.children)] != layout.children:
             self._is_reached = False  # it makes modules itself
-        if not self._buffers:
+        if self.guards is None:
             return
+        self.guards.end()
         changing = {key for key in self._buffers if not self._is_unchanged(key)}
         if changing and not self._is_locked:
             self._put_back(changing)
@@ -192,7 +197,7 @@ class ModuleState:
             if self._is_reached:
                 return None
             raise _other_modules(function, "modules")
-        substitutes = Substitutes([], {}, {})
+        substitutes = Substitutes([], {}, {}, self.guards)
         if not same:
             self._substitute_parameters(substitutes, function)
         self._substitute_buffers(substitutes)
@@ -304,7 +309,8 @@ def substituted(substitutes: Substitutes, function: Function) -> Iterator[None]:
         try:
             before += [(dictionary, name, dictionary.get(name, _NOTHING)) for dictionary, name, _ in substitutes.values]
             _put(substitutes.values)
-            with _ForbidReads(substitutes, function) if substitutes.changed or substitutes.late else nullcontext():
+            watch = _ForbidReads(substitutes, function) if substitutes.changed or substitutes.late else nullcontext()
+            with substitutes.guards.answering() if substitutes.guards else nullcontext(), watch:
                 yield
         finally:
             _put(before)
