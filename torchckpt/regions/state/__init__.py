@@ -3,7 +3,7 @@
     boundary          the arguments
     module_state      parameters and buffers, and their substitutes in a replay
     layout, norms     where modules hold them; running statistics, updated once
-    reached           the norm layers and the compiled code that a function can call
+    reached           the modules and the compiled code that a function can call
     ambient           settings and random numbers
 """
 __all__: list[str] = []

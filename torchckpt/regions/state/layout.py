@@ -5,7 +5,8 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from itertools import chain, takewhile
+from itertools import chain, count, takewhile
+from operator import attrgetter
 from types import FunctionType, MethodType
 from typing import Any, TypeAlias
 
@@ -212,16 +213,18 @@ class Layout:
 
 
 class Known:
-    """What is known of a module: by its keys each layout whose first owner it is, and its tree (``reached.py``).
+    """What is known of a module: by its keys each layout of which it is the newest owner, and its tree
+    (``reached.py``).
 
     The module itself holds this, at a place that is no attribute of its own. A table here would keep each module for
     ever that is held from inside, as by a hook of a child that is a method of its parent: the layout holds children.
-    Copies and pickles of the module hold None instead.
+    So would an older owner keep modules that are made in each step. Copies and pickles of the module hold None instead.
     """
 
-    __slots__ = ("layouts", "tree")
+    __slots__ = ("layouts", "number", "tree")
 
     def __init__(self) -> None:
+        self.number = next(_numbers)
         self.layouts: dict[int | tuple[int, ...], Layout] = {}
         self.tree: Any = None
 
@@ -230,6 +233,7 @@ class Known:
 
 
 _KNOWN = "_torchckpt_known"
+_numbers = count()
 
 
 def known_of(module: nn.Module) -> Known:
@@ -257,7 +261,7 @@ def layout_of(function: Function, args: Sequence[Any] = ()) -> tuple[Layout, lis
         owners = _owners(function, args)
         if not owners:
             return None
-        layout = known_of(owners[0]).layouts.get(_key(owners))
+        layout = _known_of_newest(owners).layouts.get(_key(owners))
         if layout is None or not all(reference() is owner for reference, owner in zip(layout.owners, owners)):
             layout = _new_layout(owners)
     values = values_of(layout.tables)
@@ -274,8 +278,12 @@ def _key(owners: Sequence[nn.Module]) -> int | tuple[int, ...]:
     return id(owners[0]) if len(owners) == 1 else tuple(map(id, owners))
 
 
+def _known_of_newest(owners: Sequence[nn.Module]) -> Known:
+    return max(map(known_of, owners), key=attrgetter("number"))
+
+
 def _new_layout(owners: Sequence[nn.Module]) -> Layout:
-    key, layouts = _key(owners), known_of(owners[0]).layouts
+    key, layouts = _key(owners), _known_of_newest(owners).layouts
     forget = layouts.pop
     layout = Layout(owners, lambda _: forget(key, None))  # with the module, and not with the next garbage collection
     if not layout.is_lazy:
