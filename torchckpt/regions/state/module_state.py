@@ -32,6 +32,7 @@ from torchckpt.modules import name_of
 from torchckpt.regions.flags import state_lock
 from torchckpt.regions.private import alive, set_version, storage_key
 from torchckpt.regions.state.layout import Copy, Key, Layout, layout_of, lengths_of, values_of
+from torchckpt.regions.state.reached import runs_compiled_code
 from torchckpt.tensors import parameter_as, version_of
 from torchckpt.typing import Function
 
@@ -51,10 +52,12 @@ class Substitutes(NamedTuple):
 
     values: list[tuple[dict[str, Any], str, Any]]
     """Tuples (dictionary, name, value): the value that the replay finds there. ``_NOTHING`` removes the name."""
-    changed: dict[int, tuple[Tensor, str]]
-    """By ``id()``: the tensors that the replay must not read, because they were changed in place, with their paths."""
+    changed: dict[int, Tensor]
+    """By ``id()``: the tensors that the replay must not read, because they were changed in place."""
     late: dict[int, Late]
     """By ``id()``: the substitutes for parameters that a forward has changed for the first time. Nobody has a copy."""
+    layout: Layout
+    """It tells the path of a tensor in an error. That takes long: it is not asked before."""
 
 
 class Late:
@@ -88,18 +91,18 @@ class ModuleState:
         self._flags = layout.flags()
         self._after: dict[Key, int] = _EMPTY
         """The versions of the parameters that this forward has changed in place, after it."""
+        self._new_copies: list[Key] = []  # the copies that this call made
+        self._copied_bytes = 0
         self._parameters: dict[Key, Copy] = _EMPTY
         """The parameters that forwards are known to change, as they are before this one."""
         if layout.changing_parameters:
             parameters = layout.parameters_of(values) or {}
             changing = [(key, parameters.get(key)) for key in layout.changing_parameters]
-            self._parameters = {key: Copy(p) for key, p in changing if p is not None and not _is_sharded(p)}
+            self._parameters = {key: self._copy(key, p) for key, p in changing if p is not None and not _is_sharded(p)}
         self._buffers: dict[Key, tuple[Tensor | None, Copy | None]] = {}
         self._non_leaves: dict[Key, weakref.ref[Tensor]] = {}
         """Buffers that are not leaves. ``_buffers`` has a detached alias of each."""
         if not layout.is_simple or len(values) > layout.without_buffers:
-            self._new_copies: list[Key] = []  # the copies that this call made
-            self._copied_bytes = 0
             for key, tensor in layout.buffers():
                 if tensor is not None and tensor.grad_fn is not None:  # an alias: the tensor would keep its graph alive
                     self._buffers[key] = tensor.detach().requires_grad_(), None
@@ -152,7 +155,7 @@ class ModuleState:
             self._put_back(changing)
         layout.changing |= changing
         for key in self._new_copies:
-            tensor, copy = self._buffers[key]
+            tensor, copy = self._buffers.get(key, (None, None))
             if tensor is None or copy is None or key in layout.changing or key in layout.unversioned:
                 continue
             if tensor.layout != torch.strided or (tensor.nbytes > _SMALL_BYTES and key not in layout.statistics):
@@ -188,23 +191,26 @@ class ModuleState:
         same = same and all(map(operator.is_, flags, self._flags)) and layout.lengths == lengths_of(layout.dicts)
         if same and layout.is_simple and not layout.unversioned:
             return None
-        if now[:first] != layout.children:
-            if self._is_reached:
-                return None
+        if now[:first] != layout.children and not self._is_reached:
             raise _other_modules(function, "modules")
-        substitutes = Substitutes([], {}, {})
+        substitutes = Substitutes([], {}, {}, layout)
         if not same:
             self._substitute_parameters(substitutes, function)
         self._substitute_buffers(substitutes)
         substitutes.values.extend((layout.dict_of(key), key[1], _NOTHING) for key in layout.added_attributes())
         substitutes.values.extend(layout.other_flags(self._flags, flags))
-        if (substitutes.changed or substitutes.late) and layout.is_compiled:  # reads of compiled code cannot be watched
+        if (substitutes.changed or substitutes.late) and self._is_compiled(function):
             if self._is_reached:
-                return substitutes._replace(changed={}, late={})
-            if substitutes.changed:
-                raise changed_in_place(function, *next(iter(substitutes.changed.values())))
-            raise _changed_late(function, next(iter(substitutes.late.values())))
+                substitutes = substitutes._replace(changed={}, late={})
+            for tensor in substitutes.changed.values():
+                raise changed_in_place(function, tensor, layout.path_of(tensor))
+            for late in substitutes.late.values():
+                raise _changed_late(function, late)
         return substitutes if substitutes.values or substitutes.changed else None
+
+    def _is_compiled(self, function: Function) -> bool:
+        """Whether compiled code runs. Its reads cannot be watched; where this is tried, it is compiled again."""
+        return self.layout.is_compiled or (self._is_reached and runs_compiled_code(function))
 
     def _substitute_parameters(self, substitutes: Substitutes, function: Function) -> None:
         then = self.layout.parameters_of(self._values)
@@ -227,14 +233,14 @@ class ModuleState:
 
     def _twin(self, substitutes: Substitutes, key: Key, tensor: nn.Parameter, version: int) -> nn.Parameter:
         """The substitute for a parameter that was at ``version``, and has been changed in place since."""
-        copy, path = self._parameters.get(key), self.layout.path_of(tensor)
+        copy = self._parameters.get(key)
         if copy is None and self._after.get(key) != tensor._version:
-            substitutes.changed[id(tensor)] = tensor, path
+            substitutes.changed[id(tensor)] = tensor
             return tensor
         values = tensor.detach().clone() if copy is None else copy.clone()
         twin: nn.Parameter = parameter_as(tensor, values)
         if copy is None:
-            substitutes.late[id(twin)] = Late(tensor, path)
+            substitutes.late[id(twin)] = Late(tensor, self.layout.path_of(tensor))
         set_version(twin, version)
         return twin
 
@@ -254,7 +260,7 @@ class ModuleState:
                         _twins[twins[id(tensor)]] = None
                     twin = twins[id(tensor)]
                 elif not copy.is_of(tensor, self.layout.statistics.get(key)):
-                    substitutes.changed[id(tensor)] = tensor, self.layout.path_of(tensor)
+                    substitutes.changed[id(tensor)] = tensor
             substitutes.values.append((self.layout.dict_of(key), key[1], twin))
         layout = self.layout
         added = [key for key, _ in layout.buffers() if key not in self._buffers and key[0] not in layout.norms]
@@ -327,6 +333,7 @@ class _ForbidReads(TorchFunctionMode):
     def __init__(self, substitutes: Substitutes, function: Function) -> None:
         super().__init__()
         self._changed, self._late, self._function = substitutes.changed, substitutes.late, function
+        self._path_of = substitutes.layout.path_of
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -338,7 +345,7 @@ class _ForbidReads(TorchFunctionMode):
         if is_look and (func == _GRADIENT or not isinstance(result, Tensor)):
             return result
         if changed:
-            raise changed_in_place(self._function, *self._changed[id(changed[0])])
+            raise changed_in_place(self._function, changed[0], self._path_of(changed[0]))
         for leaf, version in late:
             if not self._late[id(leaf)].allows(leaf, version):
                 raise _changed_late(self._function, self._late[id(leaf)])
