@@ -57,7 +57,7 @@ class Substitutes(NamedTuple):
     late: dict[int, Late]
     """By ``id()``: the substitutes for parameters that a forward has changed for the first time. Nobody has a copy."""
     layout: Layout
-    """It tells the path of a tensor in an error. That takes long: it is not asked before."""
+    """It finds the path of a tensor for an error, which takes long."""
 
 
 class Late:
@@ -199,7 +199,9 @@ class ModuleState:
         self._substitute_buffers(substitutes)
         substitutes.values.extend((layout.dict_of(key), key[1], _NOTHING) for key in layout.added_attributes())
         substitutes.values.extend(layout.other_flags(self._flags, flags))
-        if (substitutes.changed or substitutes.late) and self._is_compiled(function):
+        if (substitutes.changed or substitutes.late) and (
+            layout.is_compiled or (self._is_reached and runs_compiled_code(function))
+        ):  # whose reads cannot be watched: it would be compiled again
             if self._is_reached:
                 substitutes = substitutes._replace(changed={}, late={})
             for tensor in substitutes.changed.values():
@@ -207,10 +209,6 @@ class ModuleState:
             for late in substitutes.late.values():
                 raise _changed_late(function, late)
         return substitutes if substitutes.values or substitutes.changed else None
-
-    def _is_compiled(self, function: Function) -> bool:
-        """Whether compiled code runs. Its reads cannot be watched; where this is tried, it is compiled again."""
-        return self.layout.is_compiled or (self._is_reached and runs_compiled_code(function))
 
     def _substitute_parameters(self, substitutes: Substitutes, function: Function) -> None:
         then = self.layout.parameters_of(self._values)
@@ -278,7 +276,7 @@ def record_state(function: Function, args: Sequence[Any], is_reached: bool) -> t
     layout, values = layout_with_values
     if not layout.changing:
         return ModuleState(layout, values, False, is_reached), False
-    state_lock.acquire()
+    _lock(function, "forward")
     try:
         return ModuleState(layout, values_of(layout.tables), True, is_reached), True
     except BaseException:
@@ -286,16 +284,22 @@ def record_state(function: Function, args: Sequence[Any], is_reached: bool) -> t
         raise
 
 
+def _lock(function: Function, run: str) -> None:
+    """Take ``state_lock`` for one ``run`` of ``function``, the forward or a replay."""
+    if state_lock.acquire(timeout=_LOCK_TIMEOUT_SECONDS):
+        return
+    raise RecomputationError(
+        f"the {run} of region {name_of(function)} needs buffers, a generator, or a default dtype or stance of "
+        f"torch.compiler that another thread uses otherwise, and has not left for {_LOCK_TIMEOUT_SECONDS} seconds; it "
+        f"may be waiting for this {'backward' if run == 'replay' else run}\n"
+        "  works:    no backward, and no wait for a thread that runs regions, inside a region with spectral_norm"
+    )
+
+
 @contextmanager
 def exclusive(function: Function) -> Iterator[None]:
     """Hold ``state_lock`` for the replay of ``function``."""
-    if not state_lock.acquire(timeout=_LOCK_TIMEOUT_SECONDS):
-        raise RecomputationError(
-            f"the replay of region {name_of(function)} needs buffers, a generator, or a default dtype or stance of "
-            f"torch.compiler that another thread uses otherwise, and has not left for {_LOCK_TIMEOUT_SECONDS} seconds; "
-            "it may be waiting for this backward\n"
-            "  works:    run no backward inside a region whose modules change buffers, such as spectral_norm"
-        )
+    _lock(function, "replay")
     try:
         yield
     finally:
@@ -332,23 +336,22 @@ class _ForbidReads(TorchFunctionMode):
 
     def __init__(self, substitutes: Substitutes, function: Function) -> None:
         super().__init__()
-        self._changed, self._late, self._function = substitutes.changed, substitutes.late, function
-        self._path_of = substitutes.layout.path_of
+        self._found, self._function = substitutes, function
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        changed = [leaf for leaf in leaves if id(leaf) in self._changed]
-        late = [(leaf, leaf._version) for leaf in leaves if id(leaf) in self._late]
+        changed = [leaf for leaf in leaves if id(leaf) in self._found.changed]
+        late = [(leaf, leaf._version) for leaf in leaves if id(leaf) in self._found.late]
         is_look = bool(changed or late) and getattr(func, "__name__", "") == "__get__"
         result = func(*args, **(kwargs or {})) if is_look or not changed else None
         # Reading a shape or a gradient does not read the values; reading a view does.
         if is_look and (func == _GRADIENT or not isinstance(result, Tensor)):
             return result
         if changed:
-            raise changed_in_place(self._function, changed[0], self._path_of(changed[0]))
+            raise changed_in_place(self._function, changed[0], self._found.layout.path_of(changed[0]))
         for leaf, version in late:
-            if not self._late[id(leaf)].allows(leaf, version):
-                raise _changed_late(self._function, self._late[id(leaf)])
+            if not self._found.late[id(leaf)].allows(leaf, version):
+                raise _changed_late(self._function, self._found.late[id(leaf)])
         return result
 
 
