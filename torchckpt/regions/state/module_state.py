@@ -146,7 +146,7 @@ class ModuleState:
             self._after = {key: now for (key, p), then, now in each if then != now and not _is_sharded(p)}
             layout.changing_parameters |= self._after.keys()
             layout.changing |= self._after.keys()
-        if self._is_reached and values_of(layout.tables)[: len(layout.children)] != layout.children:
+        if self._is_reached and values_of(layout.tables[: len(layout.dicts) + 1]) != layout.children:
             self._is_reached = False  # it makes modules itself
         if not self._buffers:
             return
