@@ -223,6 +223,26 @@ def test_a_replay_does_not_wait_for_ever(monkeypatch):
     assert second.read == [torch.float32] * 2
 
 
+def test_a_model_beside_keeps_the_weights_that_another_thread_updates_meanwhile():
+    """They were lent to the replay as they had been after the forward, and the other thread found these."""
+    models, found = {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}, []
+    weight = models["b"].weight
+
+    def update():
+        with torch.no_grad():
+            weight.mul_(2)
+
+    def function(x):
+        found.append(models["b"]._parameters["weight"])
+        if not is_recomputing():
+            in_threads(update)
+        return models["a"](x).sin()
+
+    for _ in range(2):
+        checkpoint(function, torch.rand(2, 4, requires_grad=True)).sum().backward()
+    assert [each is weight for each in found] == [True] * 4
+
+
 def test_a_forward_does_not_wait_for_ever(monkeypatch):
     """The outer region waits for threads that need its lock."""
     monkeypatch.setattr(module_state, "_LOCK_TIMEOUT_SECONDS", 0.1)

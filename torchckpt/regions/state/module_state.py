@@ -141,7 +141,7 @@ class ModuleState:
         """Note, after the forward, what it has changed, and drop large copies of other buffers."""
         layout = self.layout
         versions = _versions(self._values, len(layout.children))
-        if versions != self._versions:
+        if versions != self._versions and not self._is_reached:
             each = zip((layout.parameters_of(self._values) or {}).items(), self._versions, versions)
             self._after = {key: now for (key, p), then, now in each if then != now and not _is_sharded(p)}
             layout.changing_parameters |= self._after.keys()
