@@ -90,12 +90,13 @@ class Layout:
     """The layout of ``owners`` and their submodules, as they are now. It holds the owners by weak references only.
 
     Buffers that torch's norm layers are updating are left out, where their calls alone read them: ``norms.py`` handles
-    them. Scripted modules are left out, because their parameters and buffers are not in Python dictionaries.
+    them. Scripted modules are left out, because their parameters and buffers are not in Python dictionaries; and those
+    of which FSDP1 puts views of its flat parameter and parameters by turns.
     """
 
     def __init__(self, owners: Sequence[nn.Module], on_owner_freed: Callable[[Any], object] | None = None) -> None:
         each_once = dict.fromkeys(chain.from_iterable(owner.modules() for owner in owners))
-        modules = [module for module in each_once if not isinstance(module, torch.jit.ScriptModule)]
+        modules = [m for m in each_once if not (isinstance(m, torch.jit.ScriptModule) or _is_flattened(m))]
         self.owners = [weakref.ref(owner, on_owner_freed) for owner in owners]
         self.dicts = [vars(module) for module in modules]
         self.lengths = lengths_of(self.dicts)
@@ -349,6 +350,15 @@ def _reads_statistics(cls: type[nn.Module]) -> bool:
         elif type(value) in _WRAPPERS:
             found += gc.get_referents(value)
     return False
+
+
+def _is_flattened(module: nn.Module) -> bool:
+    """Whether FSDP1 manages the parameters of ``module``. FSDP2 leaves the first mark, too."""
+    if not vars(module).get("_is_fsdp_managed_module"):
+        return False
+    parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
+    is_whole = all(isinstance(p, nn.Parameter) and not hasattr(p, "_fsdp_flattened") for p in parameters)
+    return not (is_whole and vars(module).get("_fsdp_use_orig_params"))
 
 
 def _is_of_torch(module: nn.Module) -> bool:
