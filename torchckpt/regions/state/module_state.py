@@ -213,8 +213,6 @@ class ModuleState:
     def _substitute_parameters(self, substitutes: Substitutes, function: Function) -> None:
         then = self.layout.parameters_of(self._values)
         if then is None:
-            if self._is_reached:
-                return
             raise _other_modules(function, "parameters")
         twins: dict[int, nn.Parameter] = {}
         for (key, tensor), version in zip(then.items(), self._versions):
