@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -220,6 +221,40 @@ def test_a_replay_does_not_wait_for_ever(monkeypatch):
     assert first.read == [torch.float64] * 2
     second.run()  # now nobody needs another
     assert second.read == [torch.float32] * 2
+
+
+def test_a_model_beside_keeps_the_weights_that_another_thread_updates_meanwhile():
+    """They were lent to the replay as they had been after the forward, and the other thread found these."""
+    models, found = {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}, []
+    weight = models["b"].weight
+
+    def update():
+        with torch.no_grad():
+            weight.mul_(2)
+
+    def function(x):
+        found.append(models["b"]._parameters["weight"])
+        if not is_recomputing():
+            in_threads(update)
+        return models["a"](x).sin()
+
+    for _ in range(2):
+        checkpoint(function, torch.rand(2, 4, requires_grad=True)).sum().backward()
+    assert [each is weight for each in found] == [True] * 4
+
+
+def test_a_forward_does_not_wait_for_ever(monkeypatch):
+    """The outer region waits for threads that need its lock."""
+    monkeypatch.setattr(module_state, "_LOCK_TIMEOUT_SECONDS", 0.1)
+    model, x = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), torch.rand(2, 4, requires_grad=True)
+
+    def in_a_thread(x):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(checkpoint, model, x).result()
+
+    checkpoint(model, x).sum().backward()  # now its buffers are known to change
+    with pytest.raises(RecomputationError, match=r"the forward of region 'Parametri.* waiting for this forward"):
+        checkpoint(in_a_thread, x)
 
 
 def test_a_backward_in_a_replay_has_the_default_dtype_of_its_own_forward():

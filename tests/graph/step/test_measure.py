@@ -48,6 +48,12 @@ def test_an_operation_that_reads_fp8_which_torch_draws_no_numbers_of(dtype):
     assert Measure().of(node_of(aten._to_copy.default, fp8, dtype=torch.float32)).workspace_bytes == 0
 
 
+@pytest.mark.filterwarnings("error")
+def test_an_operation_that_reads_fp4_which_torch_cannot_fill():
+    fp4 = torch.empty(50, 40, dtype=torch.float4_e2m1fn_x2)
+    assert Measure().of(node_of(aten.clone.default, fp4)).workspace_bytes == 0
+
+
 def test_kinds_are_shapes_strides_dtypes_and_constants(monkeypatch):
     runs, run = [], Measure._run
     monkeypatch.setattr(Measure, "_run", lambda self, node: runs.append(node) or run(self, node))

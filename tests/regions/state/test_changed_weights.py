@@ -4,11 +4,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.func import functional_call
 
 from tests.helpers import Block, by_hand, plain, prefetched
 from torchckpt import checkpoint, checkpoint_module
 from torchckpt.errors import RecomputationError
+from torchckpt.regions.state import layout
+from torchckpt.testing import peak_bytes
 
 IN_PLACE = "modified by an inplace operation"
 
@@ -240,3 +243,43 @@ def test_weights_averaged_between_steps(way):
                 parameter.data = parameter.data * 0.9
             else:
                 double(parameter)
+
+
+class Layers(nn.ModuleList):
+    """Regions whose functions close over all layers, and call one."""
+
+    def forward(self, x, call=None):
+        for place in range(len(self)):
+            x = checkpoint(lambda x, place=place: self[place](x if call is None else call(x)).sin(), x)
+        return x
+
+
+def step_in_backward(parameter):
+    with torch.no_grad():
+        parameter.sub_(parameter.grad, alpha=0.1)
+
+
+def test_layers_that_are_updated_in_the_backward_cost_no_replay_of_another_a_search(monkeypatch):
+    """The names of all parameters were looked for in each replay: a step of 48 layers took 7 s in place of 30 ms."""
+    layers, asked = Layers(nn.Linear(4, 4) for _ in range(4)), []
+    monkeypatch.setattr(layout.Layout, "path_of", lambda *_: asked.append(1))
+    for parameter in layers.parameters():
+        parameter.register_post_accumulate_grad_hook(step_in_backward)
+    layers(torch.randn(3, 4)).sum().backward()
+    assert not asked
+
+
+def test_code_is_not_compiled_again_where_other_layers_are_updated_in_the_backward():
+    layers, counter = Layers(nn.Linear(4, 4) for _ in range(3)), CompileCounter()
+    for parameter in layers.parameters():
+        parameter.register_post_accumulate_grad_hook(step_in_backward)
+    compiled = torch.compile(lambda x: x.sin() * x, backend=counter)
+    for _ in range(2):
+        layers(torch.randn(3, 4, requires_grad=True), compiled).sum().backward()
+    assert counter.frame_count == 1
+
+
+def test_regions_that_reach_an_embedding_share_the_copy_of_its_weight():
+    model, x = Layers(nn.Linear(4, 4) for _ in range(8)), torch.randn(3, 4, requires_grad=True)
+    model[0].words = nn.Embedding(1000, 100, max_norm=1.0)
+    assert peak_bytes(lambda: model(x).sum().backward(), "cpu") < 2 * model[0].words.weight.nbytes

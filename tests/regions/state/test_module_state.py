@@ -340,6 +340,27 @@ def test_a_module_beside_the_region_may_get_a_submodule():
     assert torch.equal(received[0], torch.autograd.grad(model[0](x).sin().sum(), model[0].weight)[0])
 
 
+def test_a_parameter_that_comes_beside_another_that_is_replaced_is_an_error():
+    """The replay read the new weight, and its gradients were wrong in silence."""
+    model, x = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), torch.randn(3, 4, requires_grad=True)
+    for _ in range(2):
+        output = checkpoint(lambda x: model[0](x).tanh(), x)
+        model[0].weight = nn.Parameter(torch.rand(4, 4))
+    model[1].register_parameter("more", nn.Parameter(torch.rand(1)))
+    with pytest.raises(RecomputationError, match="the parameters of region"):
+        output.sum().backward()
+
+
+def test_what_the_function_changes_is_lent_though_a_module_beside_it_gets_a_submodule():
+    layer, beside, x = Average(), nn.Sequential(nn.Tanh()), torch.randn(3, 4)
+    before = layer.average.clone()
+    output = checkpoint(lambda x: layer(x).sin() if x.dim() else beside(x), x)
+    beside.append(nn.Linear(4, 2))
+    received = torch.autograd.grad(output.sum(), layer.linear.weight)
+    layer.average.copy_(before)
+    assert torch.equal(received[0], torch.autograd.grad(layer(x).sin().sum(), layer.linear.weight)[0])
+
+
 def test_generator_that_comes_later_is_found_by_its_name():
     module = Drawing()
     checkpoint(module, torch.randn(3, 4)).sum().backward()

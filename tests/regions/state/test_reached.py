@@ -1,10 +1,11 @@
-"""What is looked through to find norm layers, and what is remembered of modules."""
+"""What is looked through to find modules, and what is remembered of them."""
 from __future__ import annotations
 
 import copy
 import gc
 import pickle
 import weakref
+from functools import partial
 from time import process_time
 
 import pytest
@@ -65,6 +66,43 @@ def test_weights_go_at_once_with_their_module(function_of):
     with without_collector():
         del module
         assert weight() is None
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_modules_that_are_made_in_each_step_are_freed(is_first):
+    model = Block()
+    checkpoint(closing_over(model), leaf(5, 4)).sum().backward()
+    made = []
+    for _ in range(3):
+        fast = Hooked()
+        made.append(weakref.ref(fast))
+        one, two = (fast, model) if is_first else (model, fast)
+        checkpoint(lambda x, one=one, two=two: two(one(x)), leaf(5, 4)).sum().backward()
+        del fast, one, two
+    gc.collect()
+    assert not any(gone() for gone in made)
+
+
+class Calls(nn.Module):
+    def forward(self, x, held):
+        return held[0](x.exp()).sin()
+
+
+@pytest.mark.parametrize("function", [lambda x, held: held[0](x.exp()).sin(), Calls()])
+def test_what_a_partial_holds_in_a_list_is_reached(function):
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+    given, x = partial(function, held=[layer]), leaf(5, 4)
+    assert reached.modules_reached(given) == [layer]
+    assert reached.modules_reached(partial(function, held=layer)) == []  # as an argument it is the region's own
+    before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    (received,) = torch.autograd.grad(checkpoint(given, x).sum(), x)
+    layer.load_state_dict(before, strict=False)
+    assert torch.equal(received, torch.autograd.grad(given(x).sum(), x)[0])
+
+
+def test_a_module_and_what_is_inside_of_it_are_one():
+    model = nn.Sequential(Block(), Block())
+    assert reached.modules_reached(lambda x, block=model[0]: model[1](block(x))) == [model]
 
 
 def test_copies_start_with_nothing_known():

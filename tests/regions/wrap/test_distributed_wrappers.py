@@ -1,4 +1,4 @@
-"""DDP and FSDP2 on two ranks, with gloo: as the same wrapper without checkpointing, to the bit."""
+"""DDP, FSDP2 and FSDP1 on two ranks, with gloo: as the same wrapper without checkpointing, to the bit."""
 from __future__ import annotations
 
 import functools
@@ -81,6 +81,16 @@ def fsdp2(model, reshard=True):
     return fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
 
 
+def fsdp1(model, use_orig_params):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    sharded = functools.partial(
+        FullyShardedDataParallel, use_orig_params=use_orig_params, device_id=torch.device("cpu")
+    )
+    model.blocks = nn.ModuleList(map(sharded, model.blocks))
+    return sharded(model)
+
+
 def by_module(model, **options):
     for block in model.blocks:
         checkpoint_module(block, **options)
@@ -88,6 +98,14 @@ def by_module(model, **options):
 
 def by_call(model, **options):
     model.call = functools.partial(checkpoint, **options)
+
+
+def closing_over_a_block(model):
+    model.call = lambda block, x: checkpoint(lambda x: block(x), x)
+
+
+def closing_over_the_model(model):
+    model.call = lambda block, x: checkpoint(lambda x: next(each for each in model.blocks if each is block)(x), x)
 
 
 def with_a_kept_part(model):
@@ -175,8 +193,28 @@ def error_of_a_forgetful_block():
     return "nothing"
 
 
+FLAT_WAYS = {"a block": closing_over_a_block, "the model": closing_over_the_model, "checkpoint": by_call}
+
+
+def flat_reports():
+    """For each way under FSDP1, with views of the parameters and with parameters: whether all is equal."""
+    found = {}
+    for use_orig_params in (False, True):
+        wrap = functools.partial(fsdp1, use_orig_params=use_orig_params)
+        expected, _, _ = train(Model(), wrap, lambda model: None)
+        for way, prepare in FLAT_WAYS.items():
+            try:
+                tensors, _, recomputes = train(Model(), wrap, prepare)
+            except Exception:
+                found[way, use_orig_params] = traceback.format_exc()
+                continue
+            equal = len(tensors) == len(expected) and all(map(torch.equal, tensors, expected))
+            found[way, use_orig_params] = equal, recomputes / STEPS / 3
+    return found
+
+
 def work(rank: int):
-    return {**reports(), "forgetful": error_of_a_forgetful_block()}
+    return {**reports(), "fsdp1": flat_reports(), "forgetful": error_of_a_forgetful_block()}
 
 
 # what is held of it ---------------------------------------------------------------------------------------------------
@@ -193,6 +231,13 @@ def reported(tmp_path_factory):
 def test_wrapper_with_checkpointing_is_the_wrapper_without(reported, case, way):
     for report in reported:
         assert report[case, way] == {"equal": True, "hooks fired": True, "recomputes per step and region": 1}
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("way", FLAT_WAYS)
+def test_fsdp1_with_checkpointing_is_fsdp1_without(reported, way, use_orig_params):
+    for report in reported:
+        assert report["fsdp1"][way, use_orig_params] == (True, 1)
 
 
 def test_values_are_compared_under_fsdp2_too(reported):

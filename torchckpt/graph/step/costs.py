@@ -287,10 +287,11 @@ def _drawn(like: Tensor, whole: int) -> Tensor:
     if like.layout != torch.strided:
         return torch.zeros(like.shape, dtype=like.dtype, layout=like.layout, device=like.device)
     size = like.untyped_storage().nbytes() // like.element_size()
-    storage = torch.full((size,), whole, dtype=like.dtype, device=like.device)
-    if like.dtype.is_floating_point and like.element_size() > 1:  # of fp8 torch draws no numbers
+    is_tiny = like.dtype.is_floating_point and like.element_size() == 1  # fp8 and fp4, of which torch draws no numbers
+    storage = torch.full((size,), whole, dtype=torch.uint8 if is_tiny else like.dtype, device=like.device)
+    if storage.is_floating_point():
         storage.uniform_()
-    return storage.as_strided(like.shape, like.stride())
+    return storage.view(like.dtype).as_strided(like.shape, like.stride())
 
 
 def _may_be_ones(node: fx.Node) -> bool:

@@ -5,7 +5,8 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from itertools import chain, takewhile
+from itertools import chain, count, takewhile
+from operator import attrgetter
 from types import FunctionType, MethodType
 from typing import Any, TypeAlias
 
@@ -89,12 +90,13 @@ class Layout:
     """The layout of ``owners`` and their submodules, as they are now. It holds the owners by weak references only.
 
     Buffers that torch's norm layers are updating are left out, where their calls alone read them: ``norms.py`` handles
-    them. Scripted modules are left out, because their parameters and buffers are not in Python dictionaries.
+    them. Scripted modules are left out, because their parameters and buffers are not in Python dictionaries; and those
+    of which FSDP1 puts views of its flat parameter and parameters by turns.
     """
 
     def __init__(self, owners: Sequence[nn.Module], on_owner_freed: Callable[[Any], object] | None = None) -> None:
         each_once = dict.fromkeys(chain.from_iterable(owner.modules() for owner in owners))
-        modules = [module for module in each_once if not isinstance(module, torch.jit.ScriptModule)]
+        modules = [m for m in each_once if not (isinstance(m, torch.jit.ScriptModule) or _is_flattened(m))]
         self.owners = [weakref.ref(owner, on_owner_freed) for owner in owners]
         self.dicts = [vars(module) for module in modules]
         self.lengths = lengths_of(self.dicts)
@@ -216,16 +218,18 @@ class Layout:
 
 
 class Known:
-    """What is known of a module: by its keys each layout whose first owner it is, and its tree (``reached.py``).
+    """What is known of a module: by its keys each layout of which it is the newest owner, and its tree
+    (``reached.py``).
 
     The module itself holds this, at a place that is no attribute of its own. A table here would keep each module for
     ever that is held from inside, as by a hook of a child that is a method of its parent: the layout holds children.
-    Copies and pickles of the module hold None instead.
+    So would an older owner keep modules that are made in each step. Copies and pickles of the module hold None instead.
     """
 
-    __slots__ = ("layouts", "tree")
+    __slots__ = ("layouts", "number", "tree")
 
     def __init__(self) -> None:
+        self.number = next(_numbers)
         self.layouts: dict[int | tuple[int, ...], Layout] = {}
         self.tree: Any = None
 
@@ -234,6 +238,7 @@ class Known:
 
 
 _KNOWN = "_torchckpt_known"
+_numbers = count()
 
 
 def known_of(module: nn.Module) -> Known:
@@ -261,7 +266,7 @@ def layout_of(function: Function, args: Sequence[Any] = ()) -> tuple[Layout, lis
         owners = _owners(function, args)
         if not owners:
             return None
-        layout = known_of(owners[0]).layouts.get(_key(owners))
+        layout = _known_of_newest(owners).layouts.get(_key(owners))
         if layout is None or not all(reference() is owner for reference, owner in zip(layout.owners, owners)):
             layout = _new_layout(owners)
     values = values_of(layout.tables)
@@ -278,8 +283,12 @@ def _key(owners: Sequence[nn.Module]) -> int | tuple[int, ...]:
     return id(owners[0]) if len(owners) == 1 else tuple(map(id, owners))
 
 
+def _known_of_newest(owners: Sequence[nn.Module]) -> Known:
+    return max(map(known_of, owners), key=attrgetter("number"))
+
+
 def _new_layout(owners: Sequence[nn.Module]) -> Layout:
-    key, layouts = _key(owners), known_of(owners[0]).layouts
+    key, layouts = _key(owners), _known_of_newest(owners).layouts
     forget = layouts.pop
     layout = Layout(owners, lambda _: forget(key, None))  # with the module, and not with the next garbage collection
     if not layout.is_lazy:
@@ -345,6 +354,15 @@ def _reads_statistics(cls: type[nn.Module]) -> bool:
         elif type(value) in _WRAPPERS:
             found += gc.get_referents(value)
     return False
+
+
+def _is_flattened(module: nn.Module) -> bool:
+    """Whether FSDP1 manages the parameters of ``module``. FSDP2 leaves the first mark, too."""
+    if not vars(module).get("_is_fsdp_managed_module"):
+        return False
+    parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
+    is_whole = all(isinstance(p, nn.Parameter) and not hasattr(p, "_fsdp_flattened") for p in parameters)
+    return not (is_whole and vars(module).get("_fsdp_use_orig_params"))
 
 
 def _is_of_torch(module: nn.Module) -> bool:

@@ -14,7 +14,6 @@ second forward on that changes it; an embedding's with ``max_norm`` from the fir
 from __future__ import annotations
 
 import operator
-import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -28,11 +27,12 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchckpt.errors import RecomputationError
-from torchckpt.modules import name_of
+from torchckpt.modules import imported, name_of
 from torchckpt.regions.flags import state_lock
 from torchckpt.regions.private import alive, set_version, storage_key
 from torchckpt.regions.state.guards import Guards
 from torchckpt.regions.state.layout import Copy, Key, Layout, layout_of, lengths_of, values_of
+from torchckpt.regions.state.reached import runs_compiled_code
 from torchckpt.tensors import parameter_as, version_of
 from torchckpt.typing import Function
 
@@ -52,11 +52,12 @@ class Substitutes(NamedTuple):
 
     values: list[tuple[dict[str, Any], str, Any]]
     """Tuples (dictionary, name, value): the value that the replay finds there. ``_NOTHING`` removes the name."""
-    changed: dict[int, tuple[Tensor, str]]
-    """By ``id()``: the tensors that the replay must not read, because they were changed in place, with their paths."""
+    changed: dict[int, Tensor]
+    """By ``id()``: the tensors that the replay must not read, because they were changed in place."""
     late: dict[int, Late]
     """By ``id()``: the substitutes for parameters that a forward has changed for the first time. Nobody has a copy."""
     guards: Guards | None
+    layout: Layout  # finds the path of a tensor for an error, which takes long
 
 
 class Late:
@@ -90,19 +91,19 @@ class ModuleState:
         self._flags = layout.flags()
         self._after: dict[Key, int] = _EMPTY
         """The versions of the parameters that this forward has changed in place, after it."""
+        self._new_copies: list[Key] = []  # the copies that this call made
+        self._copied_bytes = 0
         self._parameters: dict[Key, Copy] = _EMPTY
         """The parameters that forwards are known to change, as they are before this one."""
         if layout.changing_parameters:
             parameters = layout.parameters_of(values) or {}
             changing = [(key, parameters.get(key)) for key in layout.changing_parameters]
-            self._parameters = {key: Copy(p) for key, p in changing if p is not None and not _is_sharded(p)}
+            self._parameters = {key: self._copy(key, p) for key, p in changing if p is not None and not _is_sharded(p)}
         self._buffers: dict[Key, tuple[Tensor | None, Copy | None]] = {}
         self.guards: Guards | None = None
         self._non_leaves: dict[Key, weakref.ref[Tensor]] = {}
         """Buffers that are not leaves. ``_buffers`` has a detached alias of each."""
         if not layout.is_simple or len(values) > layout.without_buffers:
-            self._new_copies: list[Key] = []  # the copies that this call made
-            self._copied_bytes = 0
             for key, tensor in layout.buffers():
                 if tensor is not None and tensor.grad_fn is not None:  # an alias: the tensor would keep its graph alive
                     self._buffers[key] = tensor.detach().requires_grad_(), None
@@ -142,12 +143,12 @@ class ModuleState:
         """Note, after the forward, what it has changed, and drop large copies of other buffers."""
         layout = self.layout
         versions = _versions(self._values, len(layout.children))
-        if versions != self._versions:
+        if versions != self._versions and not self._is_reached:
             each = zip((layout.parameters_of(self._values) or {}).items(), self._versions, versions)
             self._after = {key: now for (key, p), then, now in each if then != now and not _is_sharded(p)}
             layout.changing_parameters |= self._after.keys()
             layout.changing |= self._after.keys()
-        if self._is_reached and values_of(layout.tables)[: len(layout.children)] != layout.children:
+        if self._is_reached and values_of(layout.tables[: len(layout.dicts) + 1]) != layout.children:
             self._is_reached = False  # it makes modules itself
         if self.guards is None:
             return
@@ -157,7 +158,7 @@ class ModuleState:
             self._put_back(changing)
         layout.changing |= changing
         for key in self._new_copies:
-            tensor, copy = self._buffers[key]
+            tensor, copy = self._buffers.get(key, (None, None))
             if tensor is None or copy is None or key in layout.changing or key in layout.unversioned:
                 continue
             if tensor.layout != torch.strided or (tensor.nbytes > _SMALL_BYTES and key not in layout.statistics):
@@ -193,29 +194,28 @@ class ModuleState:
         same = same and all(map(operator.is_, flags, self._flags)) and layout.lengths == lengths_of(layout.dicts)
         if same and layout.is_simple and not layout.unversioned:
             return None
-        if now[:first] != layout.children:
-            if self._is_reached:
-                return None
+        if now[:first] != layout.children and not self._is_reached:
             raise _other_modules(function, "modules")
-        substitutes = Substitutes([], {}, {}, self.guards)
+        substitutes = Substitutes([], {}, {}, self.guards, layout)
         if not same:
             self._substitute_parameters(substitutes, function)
         self._substitute_buffers(substitutes)
         substitutes.values.extend((layout.dict_of(key), key[1], _NOTHING) for key in layout.added_attributes())
         substitutes.values.extend(layout.other_flags(self._flags, flags))
-        if (substitutes.changed or substitutes.late) and layout.is_compiled:  # reads of compiled code cannot be watched
+        if (substitutes.changed or substitutes.late) and (
+            layout.is_compiled or (self._is_reached and runs_compiled_code(function))
+        ):  # whose reads cannot be watched: it would be compiled again
             if self._is_reached:
-                return substitutes._replace(changed={}, late={})
-            if substitutes.changed:
-                raise changed_in_place(function, *next(iter(substitutes.changed.values())))
-            raise _changed_late(function, next(iter(substitutes.late.values())))
+                substitutes = substitutes._replace(changed={}, late={})
+            for tensor in substitutes.changed.values():
+                raise changed_in_place(function, tensor, layout.path_of(tensor))
+            for late in substitutes.late.values():
+                raise _changed_late(function, late)
         return substitutes if substitutes.values or substitutes.changed else None
 
     def _substitute_parameters(self, substitutes: Substitutes, function: Function) -> None:
         then = self.layout.parameters_of(self._values)
         if then is None:
-            if self._is_reached:
-                return
             raise _other_modules(function, "parameters")
         twins: dict[int, nn.Parameter] = {}
         for (key, tensor), version in zip(then.items(), self._versions):
@@ -232,14 +232,14 @@ class ModuleState:
 
     def _twin(self, substitutes: Substitutes, key: Key, tensor: nn.Parameter, version: int) -> nn.Parameter:
         """The substitute for a parameter that was at ``version``, and has been changed in place since."""
-        copy, path = self._parameters.get(key), self.layout.path_of(tensor)
+        copy = self._parameters.get(key)
         if copy is None and self._after.get(key) != tensor._version:
-            substitutes.changed[id(tensor)] = tensor, path
+            substitutes.changed[id(tensor)] = tensor
             return tensor
         values = tensor.detach().clone() if copy is None else copy.clone()
         twin: nn.Parameter = parameter_as(tensor, values)
         if copy is None:
-            substitutes.late[id(twin)] = Late(tensor, path)
+            substitutes.late[id(twin)] = Late(tensor, self.layout.path_of(tensor))
         set_version(twin, version)
         return twin
 
@@ -259,7 +259,7 @@ class ModuleState:
                         _twins[twins[id(tensor)]] = None
                     twin = twins[id(tensor)]
                 elif not copy.is_of(tensor, self.layout.statistics.get(key)):
-                    substitutes.changed[id(tensor)] = tensor, self.layout.path_of(tensor)
+                    substitutes.changed[id(tensor)] = tensor
             substitutes.values.append((self.layout.dict_of(key), key[1], twin))
         layout = self.layout
         added = [key for key, _ in layout.buffers() if key not in self._buffers and key[0] not in layout.norms]
@@ -277,7 +277,7 @@ def record_state(function: Function, args: Sequence[Any], is_reached: bool) -> t
     layout, values = layout_with_values
     if not layout.changing:
         return ModuleState(layout, values, False, is_reached), False
-    state_lock.acquire()
+    _lock(function, "forward")
     try:
         return ModuleState(layout, values_of(layout.tables), True, is_reached), True
     except BaseException:
@@ -285,16 +285,21 @@ def record_state(function: Function, args: Sequence[Any], is_reached: bool) -> t
         raise
 
 
+def _lock(function: Function, run: str) -> None:
+    """Take ``state_lock`` for one ``run`` of ``function``, the forward or a replay."""
+    if not state_lock.acquire(timeout=_LOCK_TIMEOUT_SECONDS):
+        raise RecomputationError(
+            f"the {run} of region {name_of(function)} needs buffers, a generator, or a default dtype or stance of "
+            f"torch.compiler that another thread uses otherwise, and has not left for {_LOCK_TIMEOUT_SECONDS} seconds; "
+            f"it may be waiting for this {'backward' if run == 'replay' else run}\n"
+            "  works:    no backward, and no wait for a thread that runs regions, inside a region with spectral_norm"
+        )
+
+
 @contextmanager
 def exclusive(function: Function) -> Iterator[None]:
     """Hold ``state_lock`` for the replay of ``function``."""
-    if not state_lock.acquire(timeout=_LOCK_TIMEOUT_SECONDS):
-        raise RecomputationError(
-            f"the replay of region {name_of(function)} needs buffers, a generator, or a default dtype or stance of "
-            f"torch.compiler that another thread uses otherwise, and has not left for {_LOCK_TIMEOUT_SECONDS} seconds; "
-            "it may be waiting for this backward\n"
-            "  works:    run no backward inside a region whose modules change buffers, such as spectral_norm"
-        )
+    _lock(function, "replay")
     try:
         yield
     finally:
@@ -332,22 +337,22 @@ class _ForbidReads(TorchFunctionMode):
 
     def __init__(self, substitutes: Substitutes, function: Function) -> None:
         super().__init__()
-        self._changed, self._late, self._function = substitutes.changed, substitutes.late, function
+        self._found, self._function = substitutes, function
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        changed = [leaf for leaf in leaves if id(leaf) in self._changed]
-        late = [(leaf, leaf._version) for leaf in leaves if id(leaf) in self._late]
+        changed = [leaf for leaf in leaves if id(leaf) in self._found.changed]
+        late = [(leaf, leaf._version) for leaf in leaves if id(leaf) in self._found.late]
         is_look = bool(changed or late) and getattr(func, "__name__", "") == "__get__"
         result = func(*args, **(kwargs or {})) if is_look or not changed else None
         # Reading a shape or a gradient does not read the values; reading a view does.
         if is_look and (func == _GRADIENT or not isinstance(result, Tensor)):
             return result
         if changed:
-            raise changed_in_place(self._function, *self._changed[id(changed[0])])
+            raise changed_in_place(self._function, changed[0], self._found.layout.path_of(changed[0]))
         for leaf, version in late:
-            if not self._late[id(leaf)].allows(leaf, version):
-                raise _changed_late(self._function, self._late[id(leaf)])
+            if not self._found.late[id(leaf)].allows(leaf, version):
+                raise _changed_late(self._function, self._found.late[id(leaf)])
         return result
 
 
@@ -360,8 +365,7 @@ def _versions(values: Sequence[Any], first: int) -> list[int]:
 
 
 def _is_sharded(tensor: Tensor | None) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    return isinstance(tensor, imported("torch.distributed.tensor", "DTensor"))
 
 
 def _equal(values: Tensor | None, tensor: Tensor) -> bool:

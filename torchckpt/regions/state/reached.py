@@ -1,8 +1,8 @@
 """Reached: the modules and the compiled code that a function can call, which it holds or names, or comes to by either.
 
-Dynamo may compile in a replay what ran from its
-cache in the forward, and save other tensors then. So the values of what is saved are compared if code was compiled
-inside of a replay. So the first steps note checksums; later ones do once code was compiled again.
+Dynamo may compile in a replay what ran from its cache in the forward, and save other tensors then. So the values of
+what is saved are compared if code was compiled inside of a replay. So the first steps note checksums; later ones do
+once code was compiled again.
 """
 from __future__ import annotations
 
@@ -39,14 +39,19 @@ _MOST = 1000
 
 
 def modules_reached(function: Function) -> list[nn.Module]:
-    """The modules that ``function`` reaches which is none itself, is no method of one, and names none."""
-    inner = function
+    """The modules that ``function`` reaches otherwise than as its own: as a method of one, by naming them, or by those
+    that a partial gives it. None of them is inside of another."""
+    inner: Any = function
+    roots: list[Any] = []
     while isinstance(inner, partial):
+        roots += [given for given in (*inner.args, *inner.keywords.values()) if not is_module(given)]
         inner = inner.func
     called = inner.__self__ if type(inner) is MethodType else inner
-    if issubclass(type(called), (nn.Module, NamesModules)) or reaches_nothing(inner):
-        return []
-    return _Walk(function).modules
+    if not (issubclass(type(called), (nn.Module, NamesModules)) or reaches_nothing(inner)):
+        roots.append(inner)
+    modules = _Walk(*roots).modules
+    inside = {id(child) for module in modules for child in _tree_of(module).children} if len(modules) > 1 else ()
+    return [module for module in modules if id(module) not in inside]
 
 
 def runs_compiled_code(function: Function) -> bool:
@@ -127,18 +132,18 @@ def _key(function: Any) -> Any:
 
 
 class _Walk:
-    """The modules and functions that a function reaches, nearest first.
+    """The modules and functions that ``roots`` reach, functions as a rule, nearest first.
 
     An object refers to what the garbage collector finds in it, so no code of the user's runs. Globals, classes and
     Python modules hold too much: of these, what the functions found so far name counts.
     """
 
-    def __init__(self, function: Function) -> None:
+    def __init__(self, *roots: Any) -> None:
         self.functions: list[FunctionType] = []
         self.modules: list[nn.Module] = []
         self._names: dict[str, None] = {}
         self._spaces: list[Mapping[str, Any]] = []
-        self._next: list[Any] = [function]
+        self._next: list[Any] = [*roots]
         seen: set[int] = set()
         for value in self._next:  # which grows meanwhile
             kind = type(value)
@@ -209,13 +214,13 @@ class _Tree:
         self._own = module._modules
         # Those of scripted modules are no dictionaries, and do not change.
         self._inside = [table for inner in modules if isinstance(table := inner._modules, dict)]
-        self._children = values_of(self._inside)
+        self.children = values_of(self._inside)
         self._modules = list(map(weakref.ref, modules))
         self._has_compiled_class = any(is_compiled_class(type(inner)) for inner in modules)
 
     def is_of(self, module: nn.Module) -> bool:
         """Whether ``module`` is the module of this tree, not a shallow copy, and has the same modules inside."""
-        return self._own is module._modules and values_of(self._inside) == self._children
+        return self._own is module._modules and values_of(self._inside) == self.children
 
     def is_compiled(self) -> bool:
         """Whether one of the modules was compiled, or holds what was: ``module.compile()`` puts a function there."""
