@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchckpt.errors import Fault, called, check
 from torchckpt.regions.core.checkpointing import outside
-from torchckpt.regions.flags import local
+from torchckpt.regions.flags import is_recomputing
 from torchckpt.regions.private import batch_norm_layer
 from torchckpt.regions.state import norms
 from torchckpt.regions.wrap.mixin import Mixin, put, take
@@ -98,7 +98,7 @@ class DeferredBatchNorm(Mixin):
             return outside(DeferredBatchNorm._torchckpt_call, plain, args, kwargs, is_set)
         layer = plain.__self__
         batch = _under_way.get(layer)
-        if batch is None or local.thread.flags[1] or not norms.updates(layer):
+        if batch is None or is_recomputing() or not norms.updates(layer):
             return plain(*args, **kwargs)
         # A replay, which is outside the mini-batch, must save the same tensors as this call: another reason for copies.
         with norms.on_copies(layer), _Adding(layer, batch.statistics):

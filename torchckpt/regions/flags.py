@@ -2,10 +2,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 __all__ = ["Noted", "Replay", "is_checkpointing", "is_recomputing", "local", "state_lock"]
@@ -47,8 +46,6 @@ class _Thread:
     def __init__(self) -> None:
         self.flags: tuple[bool, bool, Replay | None] = (False, False, None)
         """Whether it runs a forward of a region; whether it replays one; and that replay."""
-        self.asked: tuple[Callable[[], None], ...] = ()
-        """Called when code asks whether this is a replay (guards.py)."""
         self.scope: Any = None  # runs the regions that it enters, on behalf of a schedule (core/scope.py)
         self.norms: Noted | None = None
         """Those of the forward that it runs."""
@@ -86,7 +83,4 @@ def is_recomputing() -> bool:
     ...             self.calls += 1        # once per forward, at any depth of nesting
     ...         return super().forward(input)
     """
-    if not torch.compiler.is_compiling():
-        for told in local.thread.asked:
-            told()
     return local.thread.flags[1]

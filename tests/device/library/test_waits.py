@@ -21,7 +21,6 @@ from torchckpt.pipe import balance
 from torchckpt.pipe.run.links import Place
 from torchckpt.regions.core import call
 from torchckpt.regions.devices import Clock
-from torchckpt.regions.state.guards import Guards
 from torchckpt.regions.state.module_state import record_state
 
 DEVICES = ("sim:0", "sim:1")
@@ -464,30 +463,6 @@ def test_a_replay_waits_for_the_copy_of_a_buffer(sim, streams, monkeypatch):
             return record_state(*args)
 
         monkeypatch.setattr(call, "record_state", late)
-        output = prefetched_on_the_second(streams, module, x)
-    torch.accelerator.synchronize()
-    assert torch.equal(torch.autograd.grad(output.sum(), x)[0], expected)
-
-
-class GuardedDoubling(Doubling):
-    def forward(self, x):
-        if not torchckpt.is_recomputing():
-            self.scale.mul_(2)
-        return (x * self.scale).exp()
-
-
-def test_a_replay_waits_for_the_copy_of_what_a_guarded_update_left(sim, streams, monkeypatch):
-    x, module = leaf(8), GuardedDoubling()
-    torchckpt.checkpoint(module, leaf(8)).sum().backward()  # whose replay tries what has a guard
-    (expected,) = torch.autograd.grad((x * 2 * module.scale * 2).exp().sum(), x)
-    with ExitStack() as stack:
-
-        def late(guards):
-            stack.enter_context(sim.held(streams[0]))
-            end(guards)
-
-        end = Guards.end
-        monkeypatch.setattr(Guards, "end", late)
         output = prefetched_on_the_second(streams, module, x)
     torch.accelerator.synchronize()
     assert torch.equal(torch.autograd.grad(output.sum(), x)[0], expected)

@@ -310,6 +310,21 @@ def test_of_a_module_that_is_closed_over_a_call_copies_so_many_bytes_of_buffers(
     checkpoint(changes, x).sum().backward()
 
 
+def test_a_module_that_is_closed_over_may_use_behind_a_guard_what_it_updates_under_it():
+    class Guarded(Average):
+        def forward(self, x):
+            h = self.linear(x)
+            if not is_recomputing():
+                self.average.mul_(0.5).add_(h.detach().mean(0))
+            return (h * self.average.clone()).sin()
+
+    module, x = Guarded(), torch.randn(3, 4)
+    average = module.average.clone()
+    received = torch.autograd.grad(checkpoint(lambda x: module(x), x).sum(), list(module.parameters()))
+    module.average.copy_(average)
+    assert all(map(torch.equal, received, torch.autograd.grad(module(x).sum(), list(module.parameters()))))
+
+
 @pytest.mark.parametrize("is_closed_over", [False, True])
 def test_module_that_gets_a_submodule_in_its_first_call_is_an_error(is_closed_over):
     class Builds(nn.Module):

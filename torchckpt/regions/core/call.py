@@ -38,7 +38,6 @@ from torchckpt.regions.state.ambient import (
     use_settings_of_process,
 )
 from torchckpt.regions.state.boundary import Boundary, generators_among
-from torchckpt.regions.state.guards import Guards
 from torchckpt.regions.state.module_state import ModuleState, changed_in_place, exclusive, record_state, substituted
 from torchckpt.regions.state.reached import modules_reached, reaches_nothing, runs_compiled_code, settle
 from torchckpt.tensors import version_of
@@ -71,9 +70,7 @@ class Call:
             _refuse(iterators[0])
         self._contexts: _Contexts | None = None if options.context_fn is None else _contexts(options.context_fn)
         self._entry: SyncPoint | None = None
-        self._exit: SyncPoint | None = None
         self.module_state: ModuleState | None = None
-        self._guards: Guards | None = None
         self.named: Sequence[Generator] = ()
         """The generators that the forward found besides those of devices."""
         self._hidden: Sequence[tuple[weakref.ref[Tensor], int]] = ()
@@ -125,7 +122,6 @@ class Call:
             if module_state is not None and module_state.layout.is_lazy:
                 return function(*args, **kwargs)
             self.module_state = module_state
-            self._guards = None if module_state is None else module_state.guards
             if self.devices:
                 self._entry = SyncPoint(self.devices)  # when inputs and copies of buffers are ready
             random = self._random_state(module_state) if self._options.preserve_rng_state else []
@@ -135,8 +131,6 @@ class Call:
                 self._looked = norms.look(layers, values or runs_compiled_code(self.function))
                 self.means = norms.running_means(self._looked)
             outputs = self._run(function, args, kwargs, pack, unpack)
-            if self.devices and self._guards is not None and self._guards.tensors():
-                self._exit = SyncPoint(self.devices)
         finally:
             if is_locked:
                 state_lock.release()
@@ -153,13 +147,10 @@ class Call:
         flags, around = thread.flags, thread.norms
         push_hooks(pack, unpack)  # before what the end restores: it raises where hooks are disabled
         thread.flags, thread.norms = (True, flags[1], flags[2]), self._noted
-        asked = thread.asked
-        if self._guards is not None:
-            thread.asked = (self._guards.ask, *asked)
         try:
             return function(*args, **kwargs)
         finally:
-            thread.flags, thread.norms, thread.asked = flags, around, asked
+            thread.flags, thread.norms = flags, around
             pop_hooks()
             self._ran = _NOTHING
             if self._looked or self._noted:
@@ -196,23 +187,11 @@ class Call:
 
     def replay(self, ambient: Ambient, pack: Pack, unpack: Unpack) -> Any:
         """Run the function again under the hooks, until ``pack`` raises Stop, or to its end. Return what it returns."""
-        guards = self._guards
-        if guards is not None and guards.is_untried and self._contexts is None:
-            guards.is_trial = True
-            try:
-                self._replay(ambient, _as_it_is, _as_it_is)
-            finally:
-                guards.is_trial = False
-        return self._replay(ambient, pack, unpack)
-
-    def _replay(self, ambient: Ambient, pack: Pack, unpack: Unpack) -> Any:
         # Read the arguments first: inside an outer region they are slots, and reading them replays the outer region.
         args, kwargs, tensors = self._boundary.arguments()
         if self._entry is not None:
-            state = [] if self.module_state is None else self.module_state.tensors()
+            state = () if self.module_state is None else self.module_state.tensors()
             self._entry.wait_before_using([*tensors, *state])
-        if self._exit is not None and self._guards is not None:
-            self._exit.wait_before_using(self._guards.tensors())
         function = self.function if self._contexts is None else inside(self._take_context(), self.function)
         substitutes = None if self.module_state is None else self.module_state.substitutes(self.function)
         if substitutes is not None:
@@ -263,10 +242,6 @@ class Call:
 
 
 _NOTHING: Mapping[Any, Any] = {}
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
 
 
 def inside(context: AbstractContextManager[Any], function: Function) -> Function:

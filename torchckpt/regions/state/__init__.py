@@ -3,8 +3,7 @@
     boundary          the arguments
     module_state      parameters and buffers, and their substitutes in a replay
     layout, norms     where modules hold them; running statistics, updated once
-    guards            buffers that code updates under ``if not is_recomputing()``
-    reached           the modules and the compiled code that a function can call
+    reached           the norm layers and the compiled code that a function can call
     ambient           settings and random numbers
 """
 __all__: list[str] = []

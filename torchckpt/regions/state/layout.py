@@ -103,10 +103,6 @@ class Layout:
         """The lengths of ``dicts``. An attribute that is added later changes them, and makes a new layout necessary."""
         self.parameters: list[dict[str, Any]] = [module._parameters for module in modules]
         self.copies: dict[Key, Copy] = {}
-        self.guarded: set[Key] = set()
-        """Buffers that are updated under ``if not is_recomputing()``."""
-        self.unguarded: set[Key] = set()
-        """Those that a replay updates, too, though code asks whether it is one."""
         self.changing: set[Key] = set()
         """Buffers that a forward has changed in place or replaced, and ``changing_parameters``."""
         limited = ((place, module) for place, module in enumerate(modules) if vars(module).get("max_norm") is not None)
@@ -140,6 +136,8 @@ class Layout:
         """Whether ``tables`` has every tensor: there are no norm layers, and no tensors that are plain attributes."""
         self.is_lazy = any(is_lazy(value) for value in values_of([*self.parameters, *self._buffers]))
         """Whether a parameter or buffer has no shape yet: the first call gives it one."""
+        asking = {*filter(_asks, {*map(type, modules)})}
+        self._asking = {place for place, module in enumerate(modules) if type(module) in asking}
         self._generators = [(vars(module), name) for module in modules for name in _names_of(torch.Generator, module)]
 
     def norm_layers(self) -> list[nn.Module]:
@@ -164,6 +162,10 @@ class Layout:
                 for name, value in attributes.items():
                     if isinstance(value, Tensor) and (place, name) not in self._attributes:
                         yield place, name
+
+    def asks(self, key: Key) -> bool:
+        """Whether code of the module that has the buffer of ``key`` asks ``is_recomputing()``."""
+        return key[0] % len(self.dicts) in self._asking
 
     def dict_of(self, key: Key) -> dict[str, Any]:
         """The dictionary that holds the buffer or attribute of ``key``."""
@@ -363,6 +365,12 @@ def _is_flattened(module: nn.Module) -> bool:
     parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
     is_whole = all(isinstance(p, nn.Parameter) and not hasattr(p, "_fsdp_flattened") for p in parameters)
     return not (is_whole and vars(module).get("_fsdp_use_orig_params"))
+
+
+def _asks(cls: type[nn.Module]) -> bool:
+    """Whether a method of ``cls`` names ``is_recomputing``."""
+    methods = chain.from_iterable(vars(base).values() for base in cls.__mro__ if not issubclass(nn.Module, base))
+    return any(type(each) is FunctionType and "is_recomputing" in names_in(each.__code__) for each in methods)
 
 
 def _is_of_torch(module: nn.Module) -> bool:

@@ -30,7 +30,6 @@ from torchckpt.errors import RecomputationError
 from torchckpt.modules import imported, name_of
 from torchckpt.regions.flags import state_lock
 from torchckpt.regions.private import alive, set_version, storage_key
-from torchckpt.regions.state.guards import Guards
 from torchckpt.regions.state.layout import Copy, Key, Layout, layout_of, lengths_of, values_of
 from torchckpt.regions.state.reached import runs_compiled_code
 from torchckpt.tensors import parameter_as, version_of
@@ -56,8 +55,8 @@ class Substitutes(NamedTuple):
     """By ``id()``: the tensors that the replay must not read, because they were changed in place."""
     late: dict[int, Late]
     """By ``id()``: the substitutes for parameters that a forward has changed for the first time. Nobody has a copy."""
-    guards: Guards | None
-    layout: Layout  # finds the path of a tensor for an error, which takes long
+    layout: Layout
+    """It finds the path of a tensor for an error, which takes long."""
 
 
 class Late:
@@ -100,17 +99,18 @@ class ModuleState:
             changing = [(key, parameters.get(key)) for key in layout.changing_parameters]
             self._parameters = {key: self._copy(key, p) for key, p in changing if p is not None and not _is_sharded(p)}
         self._buffers: dict[Key, tuple[Tensor | None, Copy | None]] = {}
-        self.guards: Guards | None = None
+        self._left_out: set[Key] = set()
         self._non_leaves: dict[Key, weakref.ref[Tensor]] = {}
         """Buffers that are not leaves. ``_buffers`` has a detached alias of each."""
         if not layout.is_simple or len(values) > layout.without_buffers:
             for key, tensor in layout.buffers():
-                if tensor is not None and tensor.grad_fn is not None:  # an alias: the tensor would keep its graph alive
+                if is_reached and layout.asks(key):  # it may be updated under a guard, and then used
+                    self._left_out.add(key)
+                elif tensor is not None and tensor.grad_fn is not None:  # the tensor would keep its graph alive
                     self._buffers[key] = tensor.detach().requires_grad_(), None
                     self._non_leaves[key] = weakref.ref(tensor)
                 else:
                     self._buffers[key] = tensor, None if tensor is None else self._copy(key, tensor)
-            self.guards = Guards(layout, self._buffers)
 
     def _copy(self, key: Key, tensor: Tensor) -> Copy:
         copy, table = self.layout.copies.get(key), self.layout.statistics.get(key)
@@ -150,9 +150,8 @@ class ModuleState:
             layout.changing |= self._after.keys()
         if self._is_reached and values_of(layout.tables[: len(layout.dicts) + 1]) != layout.children:
             self._is_reached = False  # it makes modules itself
-        if self.guards is None:
+        if not self._buffers:
             return
-        self.guards.end()
         changing = {key for key in self._buffers if not self._is_unchanged(key)}
         if changing and not self._is_locked:
             self._put_back(changing)
@@ -196,7 +195,7 @@ class ModuleState:
             return None
         if now[:first] != layout.children and not self._is_reached:
             raise _other_modules(function, "modules")
-        substitutes = Substitutes([], {}, {}, self.guards, layout)
+        substitutes = Substitutes([], {}, {}, layout)
         if not same:
             self._substitute_parameters(substitutes, function)
         self._substitute_buffers(substitutes)
@@ -262,7 +261,8 @@ class ModuleState:
                     substitutes.changed[id(tensor)] = tensor
             substitutes.values.append((self.layout.dict_of(key), key[1], twin))
         layout = self.layout
-        added = [key for key, _ in layout.buffers() if key not in self._buffers and key[0] not in layout.norms]
+        known = self._buffers.keys() | self._left_out
+        added = [key for key, _ in layout.buffers() if key not in known and key[0] not in layout.norms]
         substitutes.values.extend((layout.dict_of(key), key[1], _NOTHING) for key in added)
 
 
@@ -314,8 +314,7 @@ def substituted(substitutes: Substitutes, function: Function) -> Iterator[None]:
         try:
             before += [(dictionary, name, dictionary.get(name, _NOTHING)) for dictionary, name, _ in substitutes.values]
             _put(substitutes.values)
-            watch = _ForbidReads(substitutes, function) if substitutes.changed or substitutes.late else nullcontext()
-            with substitutes.guards.answering() if substitutes.guards else nullcontext(), watch:
+            with _ForbidReads(substitutes, function) if substitutes.changed or substitutes.late else nullcontext():
                 yield
         finally:
             _put(before)
