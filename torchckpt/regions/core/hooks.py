@@ -131,7 +131,8 @@ def _contexts(make: ContextFunction) -> Any:
     if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], caching_mode)):
         return pair
     mode: Any = pair[0]
-    others, mode.respect_saved_tensors_hooks = level_of(hooks_entered()).others, True
+    mode.respect_saved_tensors_hooks = True
+    others = level_of(hooks_entered()).others
     return _heeding(mode, others[-1]) if others else mode, pair[1]
 
 

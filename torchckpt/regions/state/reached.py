@@ -49,6 +49,8 @@ def modules_reached(function: Function) -> list[nn.Module]:
     called = inner.__self__ if type(inner) is MethodType else inner
     if not (issubclass(type(called), (nn.Module, NamesModules)) or reaches_nothing(inner)):
         roots.append(inner)
+    if not roots:
+        return []
     modules = _Walk(*roots).modules
     inside = {id(child) for module in modules for child in _tree_of(module).children} if len(modules) > 1 else ()
     return [module for module in modules if id(module) not in inside]
