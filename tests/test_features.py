@@ -63,11 +63,6 @@ def again():
     return module
 
 
-def test_without_the_name_of_the_profiler_ranges_are_always_named(monkeypatch):
-    monkeypatch.delattr(torch._C._autograd, "_profiler_enabled")
-    assert again().profiler_is_on()
-
-
 def test_without_what_dynamo_skips_by_functions_stay_as_they_are(monkeypatch):
     monkeypatch.delattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy")
     again().keep_from_dynamo(again)

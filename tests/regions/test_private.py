@@ -301,6 +301,24 @@ def look_through():
         assert hooks_of_the_user() in (None, (look_through, look_through))
 
 
+def kernels_allowed():
+    def public():
+        names = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
+        attention = [getattr(torch.backends.cuda, f"{name}_enabled")() for name in names]
+        return [*attention, torch.backends.cudnn.enabled, torch.backends.mkldnn.enabled]
+
+    before = private.kernels_allowed()
+    assert before == public()
+    for place in range(len(before)):
+        others = [is_on != (place == other) for other, is_on in enumerate(before)]
+        private.allow_kernels(others)
+        try:
+            assert private.kernels_allowed() == public() == others != before
+        finally:
+            private.allow_kernels(before)
+    assert public() == before
+
+
 def profiler_is_on():
     assert not private.profiler_is_on()
     with torch.autograd.profiler.profile():
@@ -553,6 +571,7 @@ COUNTERPARTS = {
     "DispatchMode": dispatch_mode,
     "after_backward": after_backward,
     "alive": alive,
+    "allow_kernels": kernels_allowed,
     "apply_of": apply_of,
     "autocast_is_on": autocast_is_on,
     "batch_norm_layer": batch_norm_layer,
@@ -573,6 +592,7 @@ COUNTERPARTS = {
     "is_of_newest_node": is_of_newest_node,
     "keep_from_dynamo": keep_from_dynamo,
     "kept_by_policies": kept_by_policies,
+    "kernels_allowed": kernels_allowed,
     "leave_modes": left_in_inference_mode,
     "look_through": look_through,
     "modes_are_active": modes_are_active,

@@ -27,14 +27,15 @@ from torchckpt.features import warn_of_newer_torch
 from torchckpt.modules import is_compiled_function
 
 __all__ = [
-    "DeviceContext", "DispatchMode", "after_backward", "alive", "apply_of", "autocast_is_on", "batch_norm_layer",
-    "bytes_now", "caching_mode", "compiler_of", "compiler_stance", "dispatch_modes_are_active", "forward_ad",
-    "frame_of_torch", "function_modes", "functorch_is_active", "heeds_hooks", "hooks_entered", "hooks_in_force",
-    "is_exporting", "is_fake", "is_of_newest_node", "keep_from_dynamo", "kept_by_policies", "leave_modes",
-    "look_through", "modes_are_active", "mutation_is_allowed", "negated", "newest_node", "norm_layer", "number_of",
-    "only_hooks", "outside_transforms", "packed_by", "pop_hooks", "profiler_is_on", "push_hooks", "put_under_modes",
-    "running_node", "set_grad_enabled", "set_version", "settings_of_torch", "storage_key", "take_from_modes",
-    "torch_functions_are_seen", "use_count", "use_stance", "with_torch_functions", "without_selective_modes",
+    "DeviceContext", "DispatchMode", "after_backward", "alive", "allow_kernels", "apply_of", "autocast_is_on",
+    "batch_norm_layer", "bytes_now", "caching_mode", "compiler_of", "compiler_stance", "dispatch_modes_are_active",
+    "forward_ad", "frame_of_torch", "function_modes", "functorch_is_active", "heeds_hooks", "hooks_entered",
+    "hooks_in_force", "is_exporting", "is_fake", "is_of_newest_node", "keep_from_dynamo", "kept_by_policies",
+    "kernels_allowed", "leave_modes", "look_through", "modes_are_active", "mutation_is_allowed", "negated",
+    "newest_node", "norm_layer", "number_of", "only_hooks", "outside_transforms", "packed_by", "pop_hooks",
+    "profiler_is_on", "push_hooks", "put_under_modes", "running_node", "set_grad_enabled", "set_version",
+    "settings_of_torch", "storage_key", "take_from_modes", "torch_functions_are_seen", "use_count", "use_stance",
+    "with_torch_functions", "without_selective_modes",
 ]
 
 try:
@@ -53,6 +54,7 @@ try:
     from torch._C import _set_grad_enabled as set_grad_enabled  # torch.set_grad_enabled
     from torch._C._autograd import _get_sequence_nr as _next_node  # no public form
     from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_hooks  # saved_tensors_hooks.__exit__
+    from torch._C._autograd import _profiler_enabled as profiler_is_on  # in this thread; no public form
     from torch._C._autograd import _push_saved_tensors_default_hooks as push_hooks  # saved_tensors_hooks.__enter__
     from torch._C._autograd import _top_saved_tensors_default_hooks as hooks_in_force  # no public form
     from torch._C._autograd import _unsafe_set_version_counter as _set_versions
@@ -71,14 +73,6 @@ except ImportError as missing:
         f"  received: {missing}\n"
         "  works:    pip install 'torch>=2.11', or the release of torchckpt that was made for this torch"
     ) from missing
-
-try:
-    from torch._C._autograd import _profiler_enabled as profiler_is_on  # in this thread; no public form
-except ImportError:
-
-    def profiler_is_on() -> bool:
-        return True  # profiler ranges are then made even if no profiler runs
-
 
 warn_of_newer_torch(torch.__version__)
 
@@ -138,8 +132,7 @@ def storage_key(tensor: Tensor) -> int | None:
 
 
 def use_count(held: Tensor | StorageWeakRef) -> int:
-    """How many tensors hold a storage, or that of a tensor. No public form: torch counts so for its graphs of CUDA
-    (torch/_inductor/cudagraph_trees.py), and counts its own look, too."""
+    """How many tensors hold a storage. No public form; torch/_inductor/cudagraph_trees.py counts its own look, too."""
     address = held.untyped_storage()._cdata if isinstance(held, Tensor) else held.cdata
     return int(_storage_Use_Count(address)) - 1
 
@@ -199,6 +192,22 @@ def use_stance(stance: Any) -> AbstractContextManager[None]:
     return torch.compiler.set_stance(stance.stance, skip_guard_eval_unsafe=skips, force_backend=stance.backend)  # type: ignore[no-any-return]
 
 
+_KINDS = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp", "cudnn", "mkldnn")
+_TURNS = ("sdp_use_flash", "sdp_use_mem_efficient", "sdp_use_math", "sdp_use_cudnn", "cudnn_enabled", "mkldnn_enabled")
+_asked = [getattr(torch._C, f"_get_{kind}_enabled") for kind in _KINDS]
+
+
+def kernels_allowed() -> list[bool]:
+    """Whether kinds of attention, cuDNN and oneDNN may run, as ``sdpa_kernel`` and ``torch.backends`` set it in all
+    threads. The public forms take five times as long."""
+    return [is_on() for is_on in _asked]
+
+
+def allow_kernels(allowed: list[bool]) -> None:
+    for name, is_on in zip(_TURNS, allowed):
+        getattr(torch._C, f"_set_{name}")(is_on)
+
+
 _FRAMES = {
     "_checkpoint_hook.__init__.<locals>.pack_hook": ("frame", False),
     "_recomputation_hook.__init__.<locals>.pack_hook": ("target_frame_ref", True),
@@ -231,7 +240,7 @@ def without_selective_modes() -> Iterator[None]:
 
 
 def _dispatch_modes() -> list[Any]:
-    """The modes of this thread, from below to above. No public form."""
+    # Of this thread, from below to above. No public form.
     return [_get_dispatch_stack_at(place) for place in range(dispatch_modes_are_active())]
 
 

@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +23,10 @@ from torchckpt.regions.core.frame import observers
 from torchckpt.regions.devices import accelerators_among
 from torchckpt.regions.live import LiveStorages
 from torchckpt.regions.private import newest_node, number_of
-from torchckpt.regions.state.ambient import generators_of, random_state, restore_states
+from torchckpt.regions.state.ambient import Generator, generators_of, random_state, restore_states
 from torchckpt.regions.state.boundary import generators_among
+from torchckpt.regions.state.reached import reached_by
+from torchckpt.regions.state.walk import generators_of_class
 from torchckpt.tensors import inner_tensors, nodes_behind, tensors_in
 from torchckpt.typing import Function
 
@@ -167,14 +170,14 @@ def assert_transparent(function: Function, *args: Any, modules: Sequence[nn.Modu
     beyond = {*nodes_behind(parent for edge in inputs for parent, _ in edge.node.next_functions)}
     newest = newest_node()
 
-    def observe(call: Function) -> dict[str, Tensor | None]:
+    def observe(call: Function) -> dict[str, Any]:
         torch.clear_autocast_cache()  # a filled cache would make even two plain calls differ
         returned = call(*args, **kwargs)
         outputs = tensors_in(returned)
         if not outputs:
             works = "assert_transparent(block, x), whose block returns tensors"
             raise_fault(Fault("the function returns no tensor, so nothing is compared", kind(returned), works))
-        seen: dict[str, Tensor | None] = {f"output {i}": y.detach().clone() for i, y in enumerate(outputs)}
+        seen: dict[str, Any] = {f"output {i}": y.detach().clone() for i, y in enumerate(outputs)}
         graded = [output for output in outputs if output.requires_grad]
         nodes = [*nodes_behind(graded, lambda node: all(node is not edge.node for edge in inputs))]
         sources: list[Any] = [*_leaves_of(graded, nodes), *inputs]
@@ -226,12 +229,15 @@ def _buffers_of(modules: Iterable[nn.Module]) -> list[tuple[str, nn.Module, str,
     return list(buffers.values())
 
 
-def _generators_of(function: object, modules: Iterable[nn.Module], arguments: object) -> list[torch.Generator]:
-    """The generators among the arguments, those of a partial function too, and among the attributes of all modules."""
+def _generators_of(function: Function, modules: Iterable[nn.Module], arguments: object) -> list[Generator]:
+    """The generators among the arguments, those of a partial function too, and those of all modules and functions."""
     bound = (function.args, function.keywords) if isinstance(function, functools.partial) else ()
     given = tree_leaves((arguments, bound))
-    owners = filter(is_module, (module_of(function), *modules, *given))
-    return generators_among([*given, *(inner for owner in owners for inner in owner.modules())])
+    reached, named = reached_by(function)
+    owners = filter(is_module, (module_of(function), *modules, *given, *reached))
+    inside = [inner for owner in owners for inner in owner.modules()]
+    of_classes = chain.from_iterable(map(generators_of_class, {*map(type, inside)}))
+    return [*generators_among([*given, *inside]), *named, *of_classes]
 
 
 def _ones_like(output: Tensor) -> Tensor:
@@ -239,10 +245,10 @@ def _ones_like(output: Tensor) -> Tensor:
     return torch.ones_like(output, layout=torch.strided if output.layout is torch.sparse_coo else output.layout)
 
 
-def _equal(plain: Tensor | None, region: Tensor | None) -> bool:
-    """Whether the two are equal to the bit; NaN equals NaN."""
-    if plain is None or region is None:
-        return plain is region
+def _equal(plain: object, region: object) -> bool:
+    """Whether the two are equal to the bit; NaN equals NaN. States of Python's generators are no tensors."""
+    if not (isinstance(plain, Tensor) and isinstance(region, Tensor)):
+        return type(plain) is type(region) and plain == region
     if (plain.dtype, plain.layout) != (region.dtype, region.layout):
         return False
     if plain.layout == torch.jagged:  # each has a symbol of its own in its shape

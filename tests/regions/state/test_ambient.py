@@ -5,6 +5,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.helpers import Block, assert_equal, assert_program_transparent, by_hand, in_thread, leaf, plain
 from tests.settings import default_dtype
@@ -33,6 +34,8 @@ def settings(device):
         "device of a new tensor": torch.empty(0).device,
         "inference mode": torch.is_inference_mode_enabled(),
         "grad mode": torch.is_grad_enabled(),
+        "attention": [torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()],
+        "libraries": [torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled],
     }
 
 
@@ -46,6 +49,9 @@ SETTINGS = {
     "default dtype": lambda device: default_dtype(torch.float64),
     "default device": lambda device: default_device("meta"),
     "device context": lambda device: torch.device("meta"),
+    "attention": lambda device: sdpa_kernel(SDPBackend.MATH),
+    "oneDNN": lambda device: torch.backends.mkldnn.flags(enabled=False),
+    "cuDNN": lambda device: torch.backends.cudnn.flags(enabled=False),
 }
 EVERY = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 
@@ -138,6 +144,19 @@ def test_setting_is_put_back_when_the_replay_raises(device, setting):
     with pytest.raises(KeyError):
         loss.backward()
     assert settings(device) == before
+
+
+@pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
+def test_attention_is_computed_by_the_kernel_of_the_forward(backend):
+    x, before = leaf(2, 4, 8, 16), torch.nn.attention._cur_sdpa_kernel_backends()
+
+    def gradient_of(call):
+        with sdpa_kernel(backend):
+            y = call(lambda x: torch.nn.functional.scaled_dot_product_attention(x, x, x).sin(), x)
+        return torch.autograd.grad(y.sum(), x)[0]
+
+    assert torch.equal(gradient_of(checkpoint), gradient_of(plain))
+    assert torch.nn.attention._cur_sdpa_kernel_backends() == before
 
 
 def test_all_settings_at_once(device):

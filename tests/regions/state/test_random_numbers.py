@@ -167,12 +167,26 @@ def test_two_named_generators(device):
     assert_equal(gradients_of(functools.partial(checkpoint, generators=generators)), gradients_of(plain))
 
 
-def test_generator_that_is_not_named_is_not_put_back(device):
-    generator, x = torch.Generator(device).manual_seed(3), leaf(100, device=device)
-    loss = checkpoint(noise(generator, device), x).sum()
-    after = generator.get_state()
+def test_generator_that_a_function_closes_over(call, device):
+    generator = torch.Generator(device)
+
+    def left_by(call):
+        generator.manual_seed(3)
+        gradient = torch.autograd.grad(call(noise(generator, device), leaf(100, device=device)).sum(), x)
+        return gradient, generator.get_state()
+
+    x = leaf(100, device=device)
+    assert_equal(left_by(call), left_by(plain))
+
+
+HIDDEN = torch.Generator()
+
+
+def test_generator_that_is_reached_by_a_computed_name_is_not_put_back():
+    loss = checkpoint(lambda x: noise(globals()["HID" + "DEN"], "cpu")(x), leaf(100)).sum()
+    after = HIDDEN.get_state()
     loss.backward()
-    assert not torch.equal(generator.get_state(), after)
+    assert not torch.equal(HIDDEN.get_state(), after)
 
 
 @dataclass

@@ -92,8 +92,8 @@ class Calls(nn.Module):
 def test_what_a_partial_holds_in_a_list_is_reached(function):
     layer = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
     given, x = partial(function, held=[layer]), leaf(5, 4)
-    assert reached.modules_reached(given) == [layer]
-    assert reached.modules_reached(partial(function, held=layer)) == []  # as an argument it is the region's own
+    assert reached.reached_by(given) == ([layer], [])
+    assert reached.reached_by(partial(function, held=layer)) == ([], [])  # as an argument it is the region's own
     before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
     (received,) = torch.autograd.grad(checkpoint(given, x).sum(), x)
     layer.load_state_dict(before, strict=False)
@@ -102,7 +102,7 @@ def test_what_a_partial_holds_in_a_list_is_reached(function):
 
 def test_a_module_and_what_is_inside_of_it_are_one():
     model = nn.Sequential(Block(), Block())
-    assert reached.modules_reached(lambda x, block=model[0]: model[1](block(x))) == [model]
+    assert reached.reached_by(lambda x, block=model[0]: model[1](block(x))) == ([model], [])
 
 
 def test_copies_start_with_nothing_known():
@@ -160,10 +160,10 @@ class Trainer:
 
 def test_the_data_beside_a_model_is_not_walked_through():
     trainer = Trainer()
-    assert reached.modules_reached(trainer.step) == [trainer.block]
+    assert reached.reached_by(trainer.step) == ([trainer.block], [])
     start = process_time()
     for _ in range(10):
-        reached.modules_reached(trainer.step)
+        reached.reached_by(trainer.step)
     assert process_time() - start < 0.2  # all of the data: seconds
 
 

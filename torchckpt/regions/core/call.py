@@ -38,8 +38,9 @@ from torchckpt.regions.state.ambient import (
     use_settings_of_process,
 )
 from torchckpt.regions.state.boundary import Boundary, generators_among
+from torchckpt.regions.state.host_random import is_of_process
 from torchckpt.regions.state.module_state import ModuleState, changed_in_place, exclusive, record_state, substituted
-from torchckpt.regions.state.reached import modules_reached, reaches_nothing, runs_compiled_code, settle
+from torchckpt.regions.state.reached import reached_by, reaches_nothing, runs_compiled_code, settle
 from torchckpt.tensors import version_of
 from torchckpt.typing import ContextFunction, Function
 
@@ -113,7 +114,7 @@ class Call:
         """
         function = self.function if self._contexts is None else inside(self._contexts[0], self.function)
         modules = [] if self._boundary.spec is None else self._boundary.modules()
-        reached = [] if self.is_alone else modules_reached(self.function)
+        reached, generators = ([], []) if self.is_alone else reached_by(self.function)
         module_state, is_locked = None, False
         if modules or not self.is_alone:
             module_state, is_locked = record_state(self.function, [*modules, *reached], bool(reached))
@@ -124,7 +125,7 @@ class Call:
             self.module_state = module_state
             if self.devices:
                 self._entry = SyncPoint(self.devices)  # when inputs and copies of buffers are ready
-            random = self._random_state(module_state) if self._options.preserve_rng_state else []
+            random = self._random_state(module_state, generators) if self._options.preserve_rng_state else []
             ambient.append((settings(), random))
             if module_state is not None and (layers := module_state.layout.norm_layers()):
                 # Compiled code may save what it makes of the buffers.
@@ -134,10 +135,12 @@ class Call:
         finally:
             if is_locked:
                 state_lock.release()
-        if self.devices:  # their backwards run in several threads, which share the generators of other devices
+        if self.devices or self.named:
+            # Backwards of devices run in several threads, which share the generators of other devices and the CPU's.
+            first, end = int(bool(self.devices)), 1 + len(self.devices)
+            end = first if self.devices and not self._devices_of_inputs else end
             then, random = ambient.pop()
-            shared = 1 if self._devices_of_inputs else 1 + len(self.devices)  # the first is the CPU's
-            ambient.append((then, drawn_since(random[:shared]) + random[shared:]))
+            ambient.append((then, drawn_since(random[:first] + random[end:]) + random[first:end]))
         return outputs
 
     def _run(
@@ -173,8 +176,8 @@ class Call:
         self._contexts = self._contexts[0], None
         return context
 
-    def _random_state(self, module_state: ModuleState | None) -> RandomState:
-        named = self._options.generators
+    def _random_state(self, module_state: ModuleState | None, reached: Sequence[Generator]) -> RandomState:
+        named = [*self._options.generators, *reached] if reached else self._options.generators
         if module_state is not None and (owned := module_state.layout.generators()):
             named = [*named, *owned]
         if self._boundary.spec is not None:
@@ -203,7 +206,7 @@ class Call:
         then, random = ambient
         again: Function = self._run_again
         # Or another device's thread could set the generator meanwhile, or what is of the whole process.
-        is_alone = bool(self.devices and random and random[0][0] is torch.default_generator)
+        is_alone = bool(self.devices) and any(map(is_of_process, random))
         if then != (now := settings()) or changing:
             function = inside(use_settings(then), function)
             if changing or differ_in_process(then, now):

@@ -131,7 +131,6 @@ _CAUSES = (  # the kinds of differences and the operations that it explains, bot
     ("device", "", "a module that was moved since the forward (.to(), .cpu())", _LATER),
     ("shape|operation|end", _CHOOSES, "a choice that differs (a router's counts)", "torchckpt.keep(router, x)"),
     ("shape|operation|end", _GROWS, *_CACHE),
-    ("operation|end", "Attention|Softmax|Bmm", "sdpa_kernel around the forward only", "enter it in the function"),
     ("operation|end", "dropout|atch_?[nN]orm", "training= that changed since the forward", _LATER),
     ("operation|end|values", _DRAWS, "random numbers that no replay draws again", "preserve_rng_state=True"),
     ("values", _ADDS, "a kernel that is not deterministic", "torch.use_deterministic_algorithms(True)"),

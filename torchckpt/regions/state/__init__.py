@@ -3,7 +3,9 @@
     boundary          the arguments
     module_state      parameters and buffers, and their substitutes in a replay
     layout, norms     where modules hold them; running statistics, updated once
-    reached           the norm layers and the compiled code that a function can call
+    reached           the modules and the compiled code that a function can call, found by a walk
+    walk              what functions and classes hold and name
     ambient           settings and random numbers
+    host_random       generators of Python and NumPy
 """
 __all__: list[str] = []

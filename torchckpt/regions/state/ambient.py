@@ -1,9 +1,9 @@
 """Ambient state: the thread's settings and random numbers, which a replay must find as the forward found them.
 
 The *settings* are autocast and its cache, the default dtype and device, inference mode, whether a dispatch mode is
-there, the compiler's stance, and whether subclasses of Tensor see functions. A replay enters only those that differ
-from the settings of its own thread. Two of them are of the whole process. The *random numbers* are states of
-generators. A replay sets them, and puts the states that it found back at its end.
+there, the compiler's stance, whether subclasses of Tensor see functions, and the kernels that are allowed. A replay
+enters only those that differ from the settings of its own thread. Three of them are of the whole process. The *random
+numbers* are states of generators. A replay sets them, and puts the states that it found back at its end.
 """
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ from torchckpt.regions.devices import accelerator_type
 from torchckpt.regions.flags import local
 from torchckpt.regions.private import (
     DispatchMode,
+    allow_kernels,
     autocast_is_on,
     compiler_stance,
     dispatch_modes_are_active,
+    kernels_allowed,
     modes_are_active,
     storage_key,
     torch_functions_are_seen,
@@ -57,6 +59,7 @@ Settings: TypeAlias = tuple[
     bool,  # whether a dispatch mode sees the operators; composite ones then work in place less often
     Any,  # the stance of torch.compiler: in another one, code that is compiled may run in eager mode
     bool,  # whether subclasses of Tensor see the functions that are called with them
+    list[bool],  # whether kinds of attention, cuDNN and oneDNN are allowed
 ]
 
 
@@ -74,14 +77,15 @@ def settings() -> Settings:
         dispatch_modes_are_active() > 0,
         compiler_stance(),
         torch_functions_are_seen(),
+        kernels_allowed(),
     )
 
 
 @contextmanager
 def use_settings(then: Settings) -> Iterator[None]:
-    """Inside the block, the settings of this thread are ``then``, but for the two that are of the process. Enters only
+    """Inside the block, the settings of this thread are ``then``, but for those that are of the process. Enters only
     what differs from the current ones."""
-    cpu, accelerator, cache, _, device, inference, watched, _, seen = then
+    cpu, accelerator, cache, _, device, inference, watched, _, seen, _ = then
     now = settings()
     with ExitStack() as stack:
         if inference != now[5]:
@@ -100,25 +104,28 @@ def use_settings(then: Settings) -> Iterator[None]:
 
 
 changing: list[None] = []
-"""One for each replay that has changed the default dtype or the compiler's stance, which are of the whole process."""
+"""One for each replay that has changed a setting of the whole process."""
 
 
 def differ_in_process(then: Settings, now: Settings) -> bool:
-    """Whether the default dtype or the compiler's stance are others. A stance of None is that of any compiler."""
-    return then[3] != now[3] or then[7] not in (None, now[7])
+    """Whether those of the process are others. A stance of None is that of any compiler."""
+    return (then[3], then[9]) != (now[3], now[9]) or then[7] not in (None, now[7])
 
 
 @contextmanager
 def use_settings_of_process(then: Settings) -> Iterator[None]:
-    """Inside the block, the default dtype and the compiler's stance are those of ``then``, in all threads. The caller
-    holds ``state_lock``, or threads would put back what others have set."""
-    dtype, stance = get_default_dtype(), compiler_stance()
+    """Inside the block, the default dtype, the compiler's stance and the kernels are those of ``then``, in all threads.
+    The caller holds ``state_lock``, or threads would put back what others have set."""
+    dtype, stance, allowed = get_default_dtype(), compiler_stance(), kernels_allowed()
     with ExitStack() as stack:
         changing.append(None)
         stack.callback(changing.pop)
         if then[3] != dtype:
             stack.callback(torch.set_default_dtype, dtype)
             torch.set_default_dtype(then[3])
+        if then[9] != allowed:
+            stack.callback(allow_kernels, allowed)
+            allow_kernels(then[9])
         if then[7] not in (None, stance):
             stack.enter_context(use_stance(then[7]))
         yield
@@ -151,8 +158,8 @@ def is_made_here(tensor: Tensor) -> bool:
 class Generator(Protocol):
     """An object that gets and sets a random state, such as a :class:`torch.Generator`."""
 
-    def get_state(self) -> Tensor: ...
-    def set_state(self, state: Tensor, /) -> Any: ...
+    def get_state(self) -> Any: ...
+    def set_state(self, state: Any, /) -> Any: ...
 
 
 class _ModuleGenerator:
@@ -182,7 +189,7 @@ def generators_of(devices: Sequence[torch.device], named: Sequence[Generator]) -
     return list(dict.fromkeys([torch.default_generator, *map(_device_generator, devices), *named]))
 
 
-RandomState: TypeAlias = list[tuple[Generator, Tensor]]
+RandomState: TypeAlias = list[tuple[Generator, Any]]
 """Generators, each with a state."""
 
 
@@ -200,7 +207,11 @@ def drawn_since(then: RandomState) -> RandomState:
     """
     if dispatch_modes_are_active():
         return then
-    return [(generator, state) for generator, state in then if not torch.equal(state, generator.get_state())]
+    return [(generator, state) for generator, state in then if not _equal(state, generator.get_state())]
+
+
+def _equal(state: Any, other: Any) -> bool:
+    return torch.equal(state, other) if isinstance(state, Tensor) else bool(state == other)
 
 
 Ambient: TypeAlias = tuple[Settings, RandomState]

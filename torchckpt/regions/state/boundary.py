@@ -19,6 +19,8 @@ from torchckpt.regions.private import (
     set_version,
     storage_key,
 )
+from torchckpt.regions.state.ambient import Generator
+from torchckpt.regions.state.host_random import generators_in
 from torchckpt.tensors import attributes_of, copy_attributes, hidden_tensors, is_iterator, of_class
 
 __all__ = ["Boundary", "Hooks", "generators_among"]
@@ -95,7 +97,7 @@ class Boundary:
         """The iterators of Python's among the arguments: what a forward takes from one, no replay finds in it."""
         return [leaf for leaf in self._leaves if type(leaf) not in _LEAVES and is_iterator(leaf)]
 
-    def generators(self) -> list[torch.Generator]:
+    def generators(self) -> list[Generator]:
         """The generators among the arguments, and those that are attributes of an argument."""
         return generators_among([leaf for leaf in self._leaves if type(leaf) is not Input])
 
@@ -226,8 +228,7 @@ def _behind_a_node(leaf: Tensor) -> Tensor:
         set_grad_enabled(graded)
 
 
-def generators_among(leaves: Iterable[Any]) -> list[torch.Generator]:
+def generators_among(leaves: Iterable[Any]) -> list[Generator]:
     """The generators among ``leaves`` of a tree, and those that are attributes of one."""
     objects = [leaf for leaf in leaves if type(leaf) not in _ATOMS]
-    inside = chain.from_iterable(map(attributes_of, objects))
-    return [x for x in chain(objects, inside) if issubclass(type(x), torch.Generator)]  # proxies answer anything
+    return generators_in(chain(objects, chain.from_iterable(map(attributes_of, objects))))

@@ -16,7 +16,10 @@ from torch.nn.parameter import is_lazy
 
 from torchckpt.modules import OF_EVERY_MODULE, contents_of, is_compiled, is_module, module_of, names_in, uncompiled
 from torchckpt.regions.private import norm_layer, set_version
+from torchckpt.regions.state.ambient import Generator
+from torchckpt.regions.state.host_random import as_generator, generators_in
 from torchckpt.regions.state.norms import COUNTER, STATISTICS, updates
+from torchckpt.regions.state.walk import generators_of_class
 from torchckpt.tensors import of_class, version_of
 from torchckpt.typing import Function
 
@@ -127,7 +130,7 @@ class Layout:
         self.tables: list[dict[str, Any]] = [*inside, end, *self.parameters, end, *others]
         """The tables that each call compares: children, parameters, and the buffers of modules but norm layers."""
         self.without_buffers = len(values_of(self.tables[: -len(others)] if others else self.tables))
-        named = enumerate(map(partial(_names_of, Tensor), modules), start=len(modules))
+        named = enumerate(map(partial(_names_of, torch.is_tensor), modules), start=len(modules))
         self._attributes = [(place, name) for place, names in named for name in names]
         numbers = enumerate(map(_numbers_of, modules), start=len(modules))
         self._numbers = [(place, name) for place, names in numbers for name in names]
@@ -138,7 +141,9 @@ class Layout:
         """Whether a parameter or buffer has no shape yet: the first call gives it one."""
         asking = {*filter(_asks, {*map(type, modules)})}
         self._asking = {place for place, module in enumerate(modules) if type(module) in asking}
-        self._generators = [(vars(module), name) for module in modules for name in _names_of(torch.Generator, module)]
+        named_in = chain.from_iterable(map(generators_of_class, {*map(type, modules)}))
+        self._named_generators = list(dict.fromkeys(named_in))
+        self._generators = [(vars(module), name) for module in modules for name in _names_of(as_generator, module)]
 
     def norm_layers(self) -> list[nn.Module]:
         """Those of torch's whose buffers their calls alone read."""
@@ -172,10 +177,10 @@ class Layout:
         place = key[0]
         return self._buffers[place] if place < len(self._buffers) else self.dicts[place - len(self._buffers)]
 
-    def generators(self) -> list[torch.Generator]:
-        """The generators that modules hold as attributes."""
-        values = (attributes.get(name) for attributes, name in self._generators)
-        return [value for value in values if isinstance(value, torch.Generator)]
+    def generators(self) -> list[Generator]:
+        """The generators that modules hold as attributes, or that their code names."""
+        held = generators_in(attributes.get(name) for attributes, name in self._generators)
+        return [*held, *self._named_generators]
 
     def flags(self) -> list[Any]:
         """The ``training`` flag of each module, and the attributes that were numbers when this layout was made."""
@@ -326,13 +331,13 @@ def _numbers_of(module: nn.Module) -> list[str]:
     return [name for name, value in vars(module).items() if type(value) in _NUMBERS and name not in _OF_EVERY_MODULE]
 
 
-def _names_of(kind: type, module: nn.Module) -> list[str]:
-    """The names of attributes that hold a ``kind`` now; in layers that are not torch's, also those that hold None."""
+def _names_of(is_one: Callable[[object], object], module: nn.Module) -> list[str]:
+    """The names of attributes whose value ``is_one``; in layers that are not torch's, also those that hold None."""
     may_come = not _is_of_torch(module)
     return [
         name
         for name, value in vars(module).items()
-        if isinstance(value, kind) or (value is None and may_come and name not in OF_EVERY_MODULE)
+        if (value is None and may_come and name not in OF_EVERY_MODULE) or is_one(value)
     ]
 
 

@@ -6,41 +6,28 @@ once code was compiled again.
 """
 from __future__ import annotations
 
-import gc
 import sys
 import weakref
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary
+from weakref import WeakKeyDictionary
 
-from torch import Tensor, nn
+from torch import nn
 
-from torchckpt.modules import (
-    contents_of,
-    is_compiled_class,
-    is_compiled_function,
-    is_module,
-    module_of,
-    names_in,
-    uncompiled,
-)
+from torchckpt.modules import is_compiled_class, is_compiled_function, is_module, module_of, names_in, uncompiled
 from torchckpt.regions.flags import local
 from torchckpt.regions.private import norm_layer
+from torchckpt.regions.state.ambient import Generator
 from torchckpt.regions.state.layout import NamesModules, known_of, values_of
+from torchckpt.regions.state.walk import Walk
 from torchckpt.typing import Function
 
-__all__ = ["DYNAMO", "compilations", "is_settled", "modules_reached", "reaches_nothing", "runs_compiled_code", "settle"]
+__all__ = ["DYNAMO", "compilations", "is_settled", "reached_by", "reaches_nothing", "runs_compiled_code", "settle"]
 
-_MOST = 1000
-"""The most objects that are looked at, and the most values of one container."""
-
-
-def modules_reached(function: Function) -> list[nn.Module]:
-    """The modules that ``function`` reaches otherwise than as its own: as a method of one, by naming them, or by those
-    that a partial gives it. None of them is inside of another."""
+def reached_by(function: Function) -> tuple[list[nn.Module], list[Generator]]:
+    """The modules and generators that ``function`` reaches otherwise than as its own: as a method of one, by naming
+    them, or by those that a partial gives it. None of the modules is inside of another."""
     inner: Any = function
     roots: list[Any] = []
     while isinstance(inner, partial):
@@ -50,10 +37,11 @@ def modules_reached(function: Function) -> list[nn.Module]:
     if not (issubclass(type(called), (nn.Module, NamesModules)) or reaches_nothing(inner)):
         roots.append(inner)
     if not roots:
-        return []
-    modules = _Walk(*roots).modules
+        return [], []
+    walk = Walk(*roots)
+    modules = walk.modules
     inside = {id(child) for module in modules for child in _tree_of(module).children} if len(modules) > 1 else ()
-    return [module for module in modules if id(module) not in inside]
+    return [module for module in modules if id(module) not in inside], walk.generators
 
 
 def runs_compiled_code(function: Function) -> bool:
@@ -64,7 +52,7 @@ def runs_compiled_code(function: Function) -> bool:
         return False
     if is_module(function):
         return _tree_of(function).is_compiled()
-    walk = _Walk(function)
+    walk = Walk(function)
     return any(map(is_compiled_function, walk.functions)) or any(_tree_of(m).is_compiled() for m in walk.modules)
 
 
@@ -130,82 +118,7 @@ def _key(function: Any) -> Any:
     return function.__code__ if type(function) is FunctionType else type(function)
 
 
-# what is reached ------------------------------------------------------------------------------------------------------
-
-
-class _Walk:
-    """The modules and functions that ``roots`` reach, functions as a rule, nearest first.
-
-    An object refers to what the garbage collector finds in it, so no code of the user's runs. Globals, classes and
-    Python modules hold too much: of these, what the functions found so far name counts.
-    """
-
-    def __init__(self, *roots: Any) -> None:
-        self.functions: list[FunctionType] = []
-        self.modules: list[nn.Module] = []
-        self._names: dict[str, None] = {}
-        self._spaces: list[Mapping[str, Any]] = []
-        self._next: list[Any] = [*roots]
-        seen: set[int] = set()
-        for value in self._next:  # which grows meanwhile
-            kind = type(value)
-            if kind in _LEAVES or id(value) in seen:
-                continue
-            seen.add(id(value))
-            if len(seen) > _MOST:
-                break
-            if issubclass(kind, nn.Module):
-                if is_module(value):
-                    self.modules.append(value)
-            elif kind is FunctionType:
-                self._function(value)
-            elif issubclass(kind, (type, ModuleType)):
-                is_class = issubclass(kind, type)
-                self._enter(vars(value), "__module__" if is_class else "__name__")
-                self._next.extend(value.__bases__ if is_class else ())
-            elif issubclass(kind, ReferenceType):
-                self._next.append(value())
-            elif len(self._next) < 4 * _MOST:
-                self._next.extend(_inside(value, kind))
-
-    def _function(self, function: FunctionType) -> None:
-        self.functions.append(function)
-        self._next += [*contents_of(function), *function.__dict__.values()]
-        known, names = function.__globals__, names_in(function.__code__)
-        if names and not _is_of_others(known.get("__name__")):
-            new = [name for name in names if name not in self._names]
-            self._names.update(dict.fromkeys(new))
-            self._look_up(new, self._spaces)
-            if not any(known is space for space in self._spaces):
-                self._enter(known, "__name__")
-
-    def _enter(self, space: Mapping[str, Any], owner: str) -> None:
-        """Look up the names in ``space``, which tells its owner by the key ``owner``; those found later, too."""
-        if not _is_of_others(space.get(owner)):
-            self._spaces.append(space)
-            self._look_up(self._names, [space])
-
-    def _look_up(self, names: Iterable[str], spaces: Iterable[Mapping[str, Any]]) -> None:
-        self._next.extend(space[name] for space in spaces for name in names if name in space)
-
-
-_NUMBERS = (type(None), bool, int, float, complex, str, bytes)
-_LEAVES = frozenset({*_NUMBERS, CodeType, BuiltinFunctionType, Tensor, nn.Parameter})
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-_OTHERS = frozenset({*sys.stdlib_module_names, "torch", "torchckpt", "numpy"}) - {"__main__"}
-
-
-def _is_of_others(module: object) -> bool:
-    return type(module) is str and module.partition(".")[0] in _OTHERS
-
-
-def _inside(value: Any, kind: type[Any]) -> Sequence[Any]:
-    for container in _CONTAINERS:
-        if issubclass(kind, container) and container.__len__(value) > _MOST:
-            return ()
-    if issubclass(kind, Tensor) or (kind is dict and "__builtins__" in value):  # globals, by a frame
-        return ()
-    return gc.get_referents(value)
+# modules inside of modules --------------------------------------------------------------------------------------------
 
 
 class _Tree:
