@@ -121,10 +121,10 @@ def checkpoint(
             memory until the backward; beside them, copies of buffers do, and what :func:`keep` keeps.
         use_reentrant: accepted for code written for torch's function. There is no reentrant mode: True warns, once in a
             process, and is run as False.
-        preserve_rng_state: replay with the random numbers of the forward, on the CPU and on every accelerator among the
-            arguments. False saves the time of the snapshot, for functions that draw no random numbers.
-        generators: further ``torch.Generator`` objects that the function draws from. Those among its arguments, and
-            attributes of its modules, need not be named.
+        preserve_rng_state: replay with the random numbers of the forward, on the CPU, on every accelerator among the
+            arguments, of Python and of NumPy. False saves the time of the snapshot, for functions that draw no random numbers.
+        generators: further ``torch.Generator`` objects that the function draws from. Those among its arguments,
+            attributes of its modules, and what its code names or closes over, need not be named.
         determinism_check: ``"default"`` compares the shape, dtype and device of each tensor saved in the replay with
             those of the forward. ``"values"`` also compares the bits, by a checksum. It costs a pass over each saved
             tensor and, on an accelerator, a synchronisation. ``"default"`` takes a sample of the values where
