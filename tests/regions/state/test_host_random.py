@@ -153,3 +153,16 @@ def test_generators_without_a_state_and_strangers_are_left_out():
 def test_assert_transparent_starts_both_calls_from_the_same_state():
     assert_transparent(lambda x: x.exp() * helper(), leaf(3))
     assert_transparent(layer_of(DRAWS["numpy.random"]), leaf(3, 4))
+
+
+def test_numpy_that_has_not_drawn_yet(monkeypatch):
+    class First(nn.Module):
+        def forward(self, x):
+            return (x * numpy.random.rand()).sin()
+
+    monkeypatch.delitem(vars(numpy), "random")
+    x = leaf(3)
+    output = checkpoint(First(), x).sum()
+    then = str(numpy.random.get_state())
+    output.backward()
+    assert str(numpy.random.get_state()) == then

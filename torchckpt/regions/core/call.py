@@ -136,9 +136,10 @@ class Call:
             if is_locked:
                 state_lock.release()
         if self.devices or self.named:
-            # Backwards of devices run in several threads, which share the generators of other devices and the CPU's.
-            first, end = int(bool(self.devices)), 1 + len(self.devices)
-            end = first if self.devices and not self._devices_of_inputs else end
+            # The replay sets again what has drawn, and in any case the CPU's where it is alone, or those of the inputs'
+            # devices: backwards of devices run in several threads, which share the other generators.
+            first = 1 if self.devices else 0
+            end = 1 + len(self._devices_of_inputs) if self._devices_of_inputs or not self.devices else first
             then, random = ambient.pop()
             ambient.append((then, drawn_since(random[:first] + random[end:]) + random[first:end]))
         return outputs

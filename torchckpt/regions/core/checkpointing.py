@@ -122,7 +122,7 @@ def checkpoint(
         use_reentrant: accepted for code written for torch's function. There is no reentrant mode: True warns, once in a
             process, and is run as False.
         preserve_rng_state: replay with the random numbers of the forward, on the CPU, on every accelerator among the
-            arguments, of Python and of NumPy. False saves the time of the snapshot, for functions that draw no random numbers.
+            arguments, of Python and of NumPy. False saves the time of the snapshot, for functions that draw none.
         generators: further ``torch.Generator`` objects that the function draws from. Those among its arguments,
             attributes of its modules, and what its code names or closes over, need not be named.
         determinism_check: ``"default"`` compares the shape, dtype and device of each tensor saved in the replay with

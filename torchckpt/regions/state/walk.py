@@ -78,7 +78,7 @@ class Walk:
         """Look up the names in ``space``, which tells its owner by the key ``owner``; those found later, too."""
         name = space.get(owner)
         if name == "numpy":
-            space = {"random": space.get("random")}
+            space = {"random": sys.modules["numpy"].random}  # NumPy imports it when it is first asked for
         if name in _DRAWING or not _is_of_others(name):
             self._spaces.append(space)
             self._look_up(self._names, [space])
