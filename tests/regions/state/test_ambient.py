@@ -22,6 +22,16 @@ def default_device(device):
         torch.set_default_device(None)
 
 
+@contextmanager
+def without_onednn():
+    """``torch.backends.mkldnn.flags`` also sets what belongs to other devices, and warns."""
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(True)
+
+
 def settings(device):
     """What user code can see of them."""
     return {
@@ -50,7 +60,7 @@ SETTINGS = {
     "default device": lambda device: default_device("meta"),
     "device context": lambda device: torch.device("meta"),
     "attention": lambda device: sdpa_kernel(SDPBackend.MATH),
-    "oneDNN": lambda device: torch.backends.mkldnn.flags(enabled=False),
+    "oneDNN": lambda device: without_onednn(),
     "cuDNN": lambda device: torch.backends.cudnn.flags(enabled=False),
 }
 EVERY = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)

@@ -2,9 +2,11 @@
 from __future__ import annotations
 
 import random
+import sys
 from functools import partial
 from random import gauss
 from random import random as uniform
+from types import ModuleType
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from tests.helpers import assert_equal, leaf, plain
 from tests.regions.state import numbers
 from torchckpt import Checkpointing, checkpoint
 from torchckpt.regions.state.host_random import HostGenerator, as_generator
+from torchckpt.regions.state.walk import Walk
 from torchckpt.testing import assert_transparent
 
 numpy = pytest.importorskip("numpy")
@@ -155,14 +158,14 @@ def test_assert_transparent_starts_both_calls_from_the_same_state():
     assert_transparent(layer_of(DRAWS["numpy.random"]), leaf(3, 4))
 
 
-def test_numpy_that_has_not_drawn_yet(monkeypatch):
-    class First(nn.Module):
-        def forward(self, x):
-            return (x * numpy.random.rand()).sin()
+class Lazy(ModuleType):
+    """NumPy before its ``random`` was asked for."""
 
-    monkeypatch.delitem(vars(numpy), "random")
-    x = leaf(3)
-    output = checkpoint(First(), x).sum()
-    then = str(numpy.random.get_state())
-    output.backward()
-    assert str(numpy.random.get_state()) == then
+    def __getattr__(self, name):
+        return getattr(numpy, name)
+
+
+def test_numpy_that_has_not_drawn_yet(monkeypatch):
+    lazy = Lazy("numpy")
+    monkeypatch.setitem(sys.modules, "numpy", lazy)
+    assert Walk(lambda: lazy.random.rand()).generators == SOURCES[1:2]
