@@ -168,4 +168,4 @@ class Lazy(ModuleType):
 def test_numpy_that_has_not_drawn_yet(monkeypatch):
     lazy = Lazy("numpy")
     monkeypatch.setitem(sys.modules, "numpy", lazy)
-    assert Walk(lambda: lazy.random.rand()).generators == SOURCES[1:2]
+    assert SOURCES[1] in Walk(lambda: lazy.random.rand()).generators
