@@ -26,7 +26,7 @@ from torchckpt.regions.private import newest_node, number_of
 from torchckpt.regions.state.ambient import Generator, generators_of, random_state, restore_states
 from torchckpt.regions.state.boundary import generators_among
 from torchckpt.regions.state.reached import reached_by
-from torchckpt.regions.state.walk import generators_of_class
+from torchckpt.regions.state.walk import reach_of
 from torchckpt.tensors import inner_tensors, nodes_behind, tensors_in
 from torchckpt.typing import Function
 
@@ -236,7 +236,7 @@ def _generators_of(function: Function, modules: Iterable[nn.Module], arguments: 
     reached, named = reached_by(function)
     owners = filter(is_module, (module_of(function), *modules, *given, *reached))
     inside = [inner for owner in owners for inner in owner.modules()]
-    of_classes = chain.from_iterable(map(generators_of_class, {*map(type, inside)}))
+    of_classes = chain.from_iterable(reach_of(cls).generators for cls in {*map(type, inside)})
     return [*generators_among([*given, *inside]), *named, *of_classes]
 
 

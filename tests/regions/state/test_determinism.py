@@ -229,9 +229,9 @@ def noisy(generator):
     return lambda x: (x * torch.rand(x.shape, generator=generator, device=x.device)).sin()
 
 
-def test_values_finds_a_generator_that_was_not_named(x):
-    generator = torch.Generator(x.device).manual_seed(1)
-    loss = checkpoint(noisy(generator), x, determinism_check="values").sum()
+def test_values_finds_a_generator_that_nothing_names(x):
+    of_device = {x.device: torch.Generator(x.device).manual_seed(1)}.get
+    loss = checkpoint(lambda y: noisy(of_device(y.device))(y), x, determinism_check="values").sum()
     with pytest.raises(RecomputationError, match=r"generators=\(generator,\)"):
         loss.backward()
 

@@ -1,25 +1,24 @@
 """Layout: where the modules of a region's function keep their parameters, buffers and generators."""
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain, count, takewhile
 from operator import attrgetter
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torchckpt.modules import OF_EVERY_MODULE, contents_of, is_compiled, is_module, module_of, names_in, uncompiled
+from torchckpt.modules import OF_EVERY_MODULE, is_compiled, is_module, module_of, uncompiled
 from torchckpt.regions.private import norm_layer, set_version
 from torchckpt.regions.state.ambient import Generator
 from torchckpt.regions.state.host_random import as_generator, generators_in
 from torchckpt.regions.state.norms import COUNTER, STATISTICS, updates
-from torchckpt.regions.state.walk import generators_of_class
+from torchckpt.regions.state.walk import reach_of
 from torchckpt.tensors import of_class, version_of
 from torchckpt.typing import Function
 
@@ -28,9 +27,6 @@ __all__ = [
 ]
 
 _NUMBERS = (bool, int, float, complex)
-_WRAPPERS = frozenset({property, cached_property, staticmethod, classmethod})
-_MOST = 1000
-"""The most objects among which code that reads running statistics is looked for."""
 _OF_EVERY_MODULE = OF_EVERY_MODULE | {"training"}
 
 Key: TypeAlias = tuple[int, str]
@@ -123,8 +119,10 @@ class Layout:
         end: dict[str, Any] = {"": _End()}
         self.children = values_of([*inside, end])
         norms = [(place, m) for place, m in enumerate(modules) if isinstance(m, norm_layer) and _is_of_torch(m)]
-        readers = {*filter(_reads_statistics, {*map(type, modules)})} if norms else ()
-        read = {id(inner) for module in modules if type(module) in readers for inner in module.modules()}
+        reach = {cls: reach_of(cls) for cls in {*map(type, modules)}}
+        # Code of others names their statistics, as where a convolution and a BatchNorm are trained as one.
+        readers = {cls for cls in reach if not (issubclass(cls, norm_layer) or reach[cls].names.isdisjoint(STATISTICS))}
+        read = {id(inner) for module in modules if norms and type(module) in readers for inner in module.modules()}
         self.norms = {place: weakref.ref(norm) for place, norm in norms if id(norm) not in read}
         others = [buffers for place, buffers in enumerate(self._buffers) if place not in self.norms]
         self.tables: list[dict[str, Any]] = [*inside, end, *self.parameters, end, *others]
@@ -139,10 +137,8 @@ class Layout:
         """Whether ``tables`` has every tensor: there are no norm layers, and no tensors that are plain attributes."""
         self.is_lazy = any(is_lazy(value) for value in values_of([*self.parameters, *self._buffers]))
         """Whether a parameter or buffer has no shape yet: the first call gives it one."""
-        asking = {*filter(_asks, {*map(type, modules)})}
-        self._asking = {place for place, module in enumerate(modules) if type(module) in asking}
-        named_in = chain.from_iterable(map(generators_of_class, {*map(type, modules)}))
-        self._named_generators = list(dict.fromkeys(named_in))
+        self._asking = {place for place, m in enumerate(modules) if "is_recomputing" in reach[type(m)].names}
+        self._named = list(dict.fromkeys(chain.from_iterable(of_class.generators for of_class in reach.values())))
         self._generators = [(vars(module), name) for module in modules for name in _names_of(as_generator, module)]
 
     def norm_layers(self) -> list[nn.Module]:
@@ -180,7 +176,7 @@ class Layout:
     def generators(self) -> list[Generator]:
         """The generators that modules hold as attributes, or that their code names."""
         held = generators_in(attributes.get(name) for attributes, name in self._generators)
-        return [*held, *self._named_generators]
+        return [*held, *self._named]
 
     def flags(self) -> list[Any]:
         """The ``training`` flag of each module, and the attributes that were numbers when this layout was made."""
@@ -341,28 +337,6 @@ def _names_of(is_one: Callable[[object], object], module: nn.Module) -> list[str
     ]
 
 
-def _reads_statistics(cls: type[nn.Module]) -> bool:
-    """Whether code of ``cls``, or a function that it names, names running statistics, as where a convolution and a
-    BatchNorm are trained as one."""
-    if issubclass(cls, norm_layer):
-        return False
-    found = [value for base in cls.__mro__ if not issubclass(nn.Module, base) for value in vars(base).values()]
-    seen = set[int]()
-    for value in found:  # which grows meanwhile
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if type(value) is FunctionType and len(seen) < _MOST:
-            names = names_in(value.__code__)
-            if any(name in STATISTICS for name in names):
-                return True
-            found += contents_of(value)  # what a decorator has wrapped
-            found += [value.__globals__[name] for name in names if name in value.__globals__]
-        elif type(value) in _WRAPPERS:
-            found += gc.get_referents(value)
-    return False
-
-
 def _is_flattened(module: nn.Module) -> bool:
     """Whether FSDP1 manages the parameters of ``module``. FSDP2 leaves the first mark, too."""
     if not vars(module).get("_is_fsdp_managed_module"):
@@ -370,12 +344,6 @@ def _is_flattened(module: nn.Module) -> bool:
     parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
     is_whole = all(isinstance(p, nn.Parameter) and not hasattr(p, "_fsdp_flattened") for p in parameters)
     return not (is_whole and vars(module).get("_fsdp_use_orig_params"))
-
-
-def _asks(cls: type[nn.Module]) -> bool:
-    """Whether a method of ``cls`` names ``is_recomputing``."""
-    methods = chain.from_iterable(vars(base).values() for base in cls.__mro__ if not issubclass(nn.Module, base))
-    return any(type(each) is FunctionType and "is_recomputing" in names_in(each.__code__) for each in methods)
 
 
 def _is_of_torch(module: nn.Module) -> bool:

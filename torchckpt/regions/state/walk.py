@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from logging import Filterer
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torchckpt.modules import contents_of, is_module, names_in
 from torchckpt.regions.state.ambient import Generator
 from torchckpt.regions.state.host_random import as_generator
 
-__all__ = ["Walk", "generators_of_class"]
+__all__ = ["Walk", "reach_of"]
 
 _MOST = 1000
 """The most objects that are looked at, and the most values of one container."""
@@ -109,15 +109,25 @@ def _inside(value: Any, kind: type[Any]) -> Sequence[Any]:
     return gc.get_referents(value)
 
 
-_of_classes: WeakKeyDictionary[type[nn.Module], list[Generator]] = WeakKeyDictionary()
+class Reach(NamedTuple):
+    """What the methods of a class reach."""
+
+    generators: list[Generator]
+    names: frozenset[str]
+    """All names in their code."""
 
 
-def generators_of_class(cls: type[nn.Module]) -> list[Generator]:
-    """The generators that the methods of ``cls`` reach. ``forward`` is asked first: a large class reaches too much."""
-    known = _of_classes.get(cls)
-    if known is None:
-        own = [vars(base) for base in cls.__mro__ if not _is_of_others(base.__module__)]
-        methods = chain.from_iterable(map(dict.values, map(dict, own)))
-        found = [*Walk(cls.forward, cls).generators, *Walk(*methods).generators]
-        known = _of_classes[cls] = list(dict.fromkeys(found))
-    return known
+_of_classes: WeakKeyDictionary[type[nn.Module], Reach] = WeakKeyDictionary()
+
+
+def reach_of(cls: type[nn.Module]) -> Reach:
+    """What the methods of ``cls`` reach, ``forward`` first: those of a large class reach too much."""
+    reach = _of_classes.get(cls)
+    if reach is None:
+        own = [dict(vars(base)) for base in cls.__mro__ if not issubclass(nn.Module, base)]
+        walks = Walk(cls.forward, cls), Walk(*chain.from_iterable(map(dict.values, own)))
+        generators = dict.fromkeys(chain.from_iterable(walk.generators for walk in walks))
+        functions = chain.from_iterable(walk.functions for walk in walks)
+        names = chain.from_iterable(names_in(function.__code__) for function in functions)
+        reach = _of_classes[cls] = Reach([*generators], frozenset(names))
+    return reach
