@@ -67,7 +67,10 @@ try:
     from torch.utils.checkpoint import _CachedTorchDispatchMode as cached_mode  # that of a selective replay
     from torch.utils.checkpoint import _CachingTorchDispatchMode as caching_mode  # of a selective forward; none public
     from torch.utils.checkpoint import _checkpoint_debug_enabled  # noqa: F401  # see settings_of_torch
-except ImportError as missing:
+
+    _KINDS = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp", "cudnn", "mkldnn")
+    _asked = [getattr(torch._C, f"_get_{kind}_enabled") for kind in _KINDS]
+except (AttributeError, ImportError) as missing:
     raise CheckpointError(
         f"torchckpt needs something of torchckpt/regions/private.py that this torch does not have\n"
         f"  received: {missing}\n"
@@ -138,8 +141,7 @@ def use_count(held: Tensor | StorageWeakRef) -> int:
 
 
 def negated(tensor: Tensor) -> Tensor:
-    """A view of ``tensor`` that is read as its negative, as the imaginary part of a conjugated tensor is. No public
-    form makes it of a real tensor."""
+    """A view that is read as the negative of ``tensor``. No public form makes it of a real tensor."""
     view: Tensor = torch._neg_view(tensor)
     return view
 
@@ -192,9 +194,7 @@ def use_stance(stance: Any) -> AbstractContextManager[None]:
     return torch.compiler.set_stance(stance.stance, skip_guard_eval_unsafe=skips, force_backend=stance.backend)  # type: ignore[no-any-return]
 
 
-_KINDS = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp", "cudnn", "mkldnn")
 _TURNS = ("sdp_use_flash", "sdp_use_mem_efficient", "sdp_use_math", "sdp_use_cudnn", "cudnn_enabled", "mkldnn_enabled")
-_asked = [getattr(torch._C, f"_get_{kind}_enabled") for kind in _KINDS]
 
 
 def kernels_allowed() -> list[bool]:
@@ -240,7 +240,7 @@ def without_selective_modes() -> Iterator[None]:
 
 
 def _dispatch_modes() -> list[Any]:
-    # Of this thread, from below to above. No public form.
+    """The modes of this thread, from below to above. No public form."""
     return [_get_dispatch_stack_at(place) for place in range(dispatch_modes_are_active())]
 
 
