@@ -118,7 +118,8 @@ BAD = [
     (("--budget", "9", "--blocks", "8,8"), "--blocks has 2 numbers for 4 stages; works: --blocks 8,8,8,8"),
     (("--budget", "9", "--blocks", "0"), "blocks of each stage, such as 8 or 8,8,8,7; received: 0"),
     (("--budget", "9", "--blocks", "8,8,8," + "9" * 20), "more than 1000 blocks of a stage; received: 8,8,8,9999"),
-    (("--budget", "9", "--blocks", "8,0,8,8"), "stage 1 has no blocks, no --first and no --last; received: --blocks"),
+    (("--budget", "9", "--blocks", "8,0,8,8"), "stage 1 has no blocks, no --first and no --last; received: --blocks "
+     "with 0 for it; works: --blocks 8,1,8,8"),
     (("--budget", "9", "--forward", "0"), "a number above 0"),
     (("--budget", "9", "--recompute", "nan"), "a number from 0"),
     (("--budget", "9", "--saved", "1,2"), "--saved has 2 numbers for 4 stages"),
@@ -132,7 +133,8 @@ BAD = [
     (("--budget", "9", "--microbatches", "2"), "1F1B needs m >= p"),
     (("--budget", "9", "--schedule", "2f2b"), "the schedule is not one of"),
     (("--budget", "9", "--svg", "/nowhere/plan.svg"), "cannot write /nowhere/plan.svg"),
-    ((), "the following arguments are required: --budget; works: plan --schedule 1f1b --blocks 8 --budget 50%"),
+    ((), "the following arguments are required: --budget; works: plan --schedule 1f1b --stages 4 --microbatches 8 "
+         "--blocks 8 --budget 50%"),
 ]
 
 

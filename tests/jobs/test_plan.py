@@ -13,7 +13,7 @@ import pytest
 from tests.slow import slow_but
 from torchckpt.errors import ArgumentError, BudgetInfeasible
 from torchckpt.jobs import MACHINES, MODELS, Job, Layout, plan_job
-from torchckpt.jobs.layout import RECOMPUTES, SOFTWARE
+from torchckpt.jobs.layout import RECOMPUTES, SOFTWARE, Software
 from torchckpt.jobs.plan import drawn
 from torchckpt.planning.device import BUFFERS, MARGIN
 from torchckpt.planning.order.schedules import NAMES
@@ -278,7 +278,18 @@ def test_the_bound_is_below_the_steps_of_all_policies(split, memory):
     assert {"selective", "full", "planned"} <= set(plans)
     bounds = [plan.bound_seconds for plan in plans.values()]
     assert bounds == pytest.approx([bounds[0]] * len(bounds))
-    assert max(bounds) <= min(plan.step_seconds for plan in plans.values()) * (1 + 1e-9)
+    least = min(plan.step_seconds for plan in plans.values())
+    assert max(bounds) <= least * (1 + 1e-9)
+    assert plans["planned"].step_seconds == least
+
+
+def test_a_plan_does_what_selective_recomputation_does_where_that_is_shorter():
+    """Of unfused attention it frees most bytes for the fewest seconds; a planner of whole layers makes all again."""
+    software = Software(attention="unfused")
+    layout = replace(FLAGSHIP, gpus=8, tp=4, pp=1, global_batch=8, recompute="selective", software=software)
+    parts, plan = (plan_job(job(replace(layout, recompute=name), "mistral-7b"), 40e9) for name in RECOMPUTES[1::2])
+    assert plan == parts
+    assert "recompute selective" in plan.head
 
 
 def test_what_a_selective_recompute_makes_again_is_in_its_share():

@@ -70,7 +70,8 @@ def model_faults(options: argparse.Namespace) -> None:
             raise Unusable(f"{misplaced[0]} is given without a model; works: {works}")
         missing = [name for name in ("blocks", "budget") if getattr(options, name) is None]
         if missing:
-            named, works = ", ".join(f"--{name}" for name in missing), "plan --schedule 1f1b --blocks 8 --budget 50%"
+            named = ", ".join(f"--{name}" for name in missing)
+            works = "plan --schedule 1f1b --stages 4 --microbatches 8 --blocks 8 --budget 50%"
             raise Unusable(f"the following arguments are required: {named}; works: {works}")
         return
     if misplaced:

@@ -278,7 +278,9 @@ def _stages(options: argparse.Namespace, count: int) -> list[Stage]:
         before = _fixed(options.first or _NOTHING, 1.0) if stage == 0 else fixed()
         after = _fixed(options.last or _NOTHING, weight / backward) if stage == count - 1 else fixed()
         if not blocks and not before.forward_seconds + after.forward_seconds:
-            raise Unusable(f"stage {stage} has no blocks, no --first and no --last; received: --blocks with 0 for it")
+            works = ",".join(f"{max(1.0, each):g}" for each in listed("blocks"))
+            raise Unusable(f"stage {stage} has no blocks, no --first and no --last; received: --blocks with 0 for it; "
+                           f"works: --blocks {works}")
         stages.append(Stage((block,) * int(blocks), before, after))
     return stages
 

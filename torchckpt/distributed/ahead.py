@@ -234,7 +234,8 @@ class RecomputeAhead(Runtime):
         self._forwarded(visit, scope, outputs)
 
     def _scope(self, visit: Visit, choice: Choice | State, module: nn.Module) -> Scope:
-        keep = choice.restored_by is None if isinstance(choice, State) else frozenset(choice.restored_by(None))
+        stay = (State.KEPT, State.AWAY)
+        keep = choice in stay if isinstance(choice, State) else frozenset((*choice.kept, *choice.away))
         around = partial(self._replaying, visit)
         if not self._counts(visit):
             return Scope(keep, around)
@@ -290,9 +291,8 @@ class Frames:
         with scope.entered():
             yield
         if isinstance(choice, Choice):
-            early = choice.restored_by(Kind.RECOMPUTE)
-            self._waiting[visit] = [frame for n, frame in zip(scope.numbers, scope.frames) if n in early]
-        elif choice.restored_by is Kind.RECOMPUTE:
+            self._waiting[visit] = [frame for n, frame in zip(scope.numbers, scope.frames) if n in choice.early]
+        elif choice is State.EARLY:
             late = 0 if self._segments is None else max(0, len(scope.frames) - self._segments)
             self._waiting[visit] = scope.frames[late:]
 

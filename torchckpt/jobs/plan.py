@@ -31,6 +31,7 @@ from torchckpt.planning.work.host import Host
 __all__ = ["JobPlan", "drawn", "plan_job"]
 
 _GB = 1e9
+_ROUNDING = 1e-9
 _ROOMY = 1e18
 """Bytes in which everything is kept, as a host may hold everything."""
 
@@ -222,9 +223,12 @@ def fitting(job: Job, device_bytes: float, host: Host | None = None) -> JobPlan 
     if min(left) <= 0:
         return None
     try:
-        return JobPlan(job, device_bytes, planned(_problem(job, left, host)))
+        plan = JobPlan(job, device_bytes, planned(_problem(job, left, host)))
     except BudgetInfeasible:  # a host may hold what no device does
         return None
+    parts = under(job, "selective")  # of each layer, which the planner keeps or recomputes whole
+    is_best = host is None and fits(parts, device_bytes) and parts.step_seconds < plan.step_seconds * (1 - _ROUNDING)
+    return JobPlan(parts, device_bytes) if is_best else plan
 
 
 def under(job: Job, recompute: str) -> Job:

@@ -23,8 +23,8 @@ def test_they_simulate_few_steps(name, monkeypatch):
     asked, counted = problem(name, 8, 32, "50%"), []
     simulated = module.run
     monkeypatch.setattr(module, "run", lambda program: counted.append(program) or simulated(program))
-    figures.everything(asked)
-    figures.same_blocks(asked)
+    figures.within_budget(asked, [4])
+    figures.within_budget(asked, range(5))
     actions = sum(map(len, asked.schedule.ranks))
     assert len(counted) * actions <= 2 * (figures._WORK + actions)
 
@@ -33,7 +33,7 @@ def test_they_simulate_few_steps(name, monkeypatch):
 @pytest.mark.parametrize("share", ["35%", "60%", "90%"])
 def test_the_best_of_all_counts(name, share):
     asked = problem(name, 3, 6, share)
-    found, every = figures.same_blocks(asked), []
+    found, every = figures.within_budget(asked, range(5)), []
     for schedule in figures._delays(asked.schedule):
         for blocks in range(5):
             step = asked.step(first_blocks(schedule, asked.stages, blocks), schedule)

@@ -18,45 +18,23 @@ from torchckpt.planning.step.timeline import Timeline
 from torchckpt.planning.work.choice import Choices, State, first_blocks
 from torchckpt.planning.work.host import Move
 
-__all__ = [
-    "Alone", "CountedRule", "PlanFigures", "Rule", "WholeStep", "everything", "most_blocks", "quickest", "same_blocks",
-]
+__all__ = ["Alone", "PlanFigures", "Rule", "WholeStep", "most_blocks", "quickest", "within_budget"]
 
 _WORK, _FEWEST = 200_000, 8
 """The actions of the orders that are tried; if these are fewer than ``_FEWEST`` orders, then so many."""
 
 
-@dataclass(frozen=True)
-class Rule(Row):
-    """What people do without a plan: recompute the same for all stages and micro-batches, inside the backward.
+class Rule(NamedTuple):
+    """What people do without a plan: recompute the first blocks of all stages and micro-batches, inside the backward.
 
     Its seconds are infinite if it does not fit the budget, however early weight gradients are done.
     """
 
-    blocks: int
-    """The number of first blocks of each stage that are recomputed; a stage that has fewer recomputes all."""
-
-
-class CountedRule(NamedTuple):
-    """A rule as it was counted for a whole step."""
-
     step_seconds: float
     blocks: int
+    """The number of first blocks of each stage that are recomputed; a stage that has fewer recomputes all."""
     peak_bytes: tuple[float, ...]
-    """Of activations, as those of a plan."""
-
-
-def everything(problem: Problem, counted: CountedRule | None = None) -> Rule:
-    """Recompute every block. ``counted``: what is known of it already."""
-    seconds, blocks, peaks = counted or _within_budget(problem, [most_blocks(problem)])
-    return Rule("recomputing all", seconds, peaks, problem.keep_all.seconds, problem.bound_seconds, seconds, blocks)
-
-
-def same_blocks(problem: Problem, counted: CountedRule | None = None) -> Rule:
-    """Recompute the first k blocks of every stage, with the k that makes the shortest step of those that fit."""
-    seconds, blocks, peaks = counted or _within_budget(problem, range(most_blocks(problem) + 1))
-    name = f"the same {'block' if blocks == 1 else f'{blocks} blocks'} on every stage"
-    return Rule(name, seconds, peaks, problem.keep_all.seconds, problem.bound_seconds, None, blocks)
+    """Of activations, as those of a plan; empty if it does not fit."""
 
 
 def most_blocks(problem: Problem) -> int:
@@ -64,7 +42,7 @@ def most_blocks(problem: Problem) -> int:
     return max(len(stage.blocks) for stage in problem.stages)
 
 
-def _within_budget(problem: Problem, counts: Sequence[int]) -> CountedRule:
+def within_budget(problem: Problem, counts: Sequence[int]) -> Rule:
     """The :func:`quickest` step whose activations fit, over the numbers of weight gradients that may wait."""
 
     def fits(step: Step) -> bool:
@@ -75,15 +53,15 @@ def _within_budget(problem: Problem, counts: Sequence[int]) -> CountedRule:
 
 def quickest(
     problem: Problem, counts: Sequence[int], orders: Iterable[Schedule], fits: Callable[[Step], bool]
-) -> CountedRule:
+) -> Rule:
     """The shortest step that drops the first blocks, one of ``counts``, in one of ``orders``; infinite seconds if no
     count fits. In one order, dropping more takes longer: so only the least count that fits is simulated."""
-    best = CountedRule(math.inf, counts[0], ())
+    best = Rule(math.inf, counts[0], ())
     for schedule in orders:
         for blocks in counts:
             step = problem.step(first_blocks(schedule, problem.stages, blocks), schedule)
             if fits(step):
-                best = min(best, CountedRule(step.seconds, blocks, step.peak_bytes), key=itemgetter(0, 1))
+                best = min(best, Rule(step.seconds, blocks, step.peak_bytes), key=itemgetter(0, 1))
                 break
     return best
 
@@ -162,7 +140,7 @@ class PlanFigures:
     """One of each block that is away: when it leaves its device, and when it comes back."""
     alone: Alone | None = None
     """What either way alone takes, of a plan with a host."""
-    counted_rules: tuple[CountedRule, ...] = ()
+    counted_rules: tuple[Rule, ...] = ()
     """If the plan was made of measured steps: to recompute everything, and the same blocks, in steps that fit whole."""
 
     @cached_property
@@ -233,12 +211,14 @@ class PlanFigures:
     @cached_property
     def all_recomputed(self) -> Rule:
         """The step in which every block is recomputed inside its backward."""
-        return everything(self.asked or self.problem, *self.counted_rules[:1])
+        asked = self.asked or self.problem
+        return self.counted_rules[0] if self.counted_rules else within_budget(asked, [most_blocks(asked)])
 
     @cached_property
     def same_recomputed(self) -> Rule:
         """The step in which the first k blocks of every stage are, of all micro-batches, with the best k that fits."""
-        return same_blocks(self.asked or self.problem, *self.counted_rules[1:])
+        asked = self.asked or self.problem
+        return self.counted_rules[1] if self.counted_rules else within_budget(asked, range(most_blocks(asked) + 1))
 
     def row(self, name: str, step_seconds: float, peak_bytes: tuple[float, ...]) -> Row:
         """A step of this plan, beside keeping all, recomputing all, and the bound."""

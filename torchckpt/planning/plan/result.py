@@ -49,13 +49,14 @@ class PipelinePlan(PlanFigures, Drawn):
         if self.alone is not None:
             recomputing, offloading = map(self._over, self.alone)
             return f"{step}; recomputing alone {recomputing}, offloading alone {offloading}"
-        rules = (self.all_recomputed, self.same_recomputed)
-        return f"{step}; {', '.join(f'{rule.name} {self._over(rule.step_seconds)}' for rule in rules)}"
+        every, same = (self._over(rule.step_seconds) for rule in (self.all_recomputed, self.same_recomputed))
+        blocks = "block" if self.same_recomputed.blocks == 1 else f"{self.same_recomputed.blocks} blocks"
+        return f"{step}; recomputing all {every}, the same {blocks} on every stage {same}"
 
-    def by_stage(self, units: Units | None = None) -> str:
+    def by_stage(self) -> str:
         """A table of what each stage recomputes. The choices are its last column, as they may be long; a legend
-        follows. Default: in the units of the plan."""
-        units = units or self.units
+        follows."""
+        units = self.units
         rows = [("stage", "rank", "blocks", "bytes", "recomputed", "seconds")]
         names = "/".join(state.value for state in self.states)
         texts = [names]

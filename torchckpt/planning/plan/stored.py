@@ -11,7 +11,7 @@ from torchckpt.errors import ArgumentError, Fault, called, named, raise_fault
 from torchckpt.planning.order.csv_format import from_csv, to_csv
 from torchckpt.planning.order.schedule import Action, Kind, Schedule
 from torchckpt.planning.order.validity import check_schedule
-from torchckpt.planning.plan.figures import Alone, CountedRule, PlanFigures, WholeStep
+from torchckpt.planning.plan.figures import Alone, PlanFigures, Rule, WholeStep
 from torchckpt.planning.plan.problem import problem_of
 from torchckpt.planning.step.boundary import misplaced_moves
 from torchckpt.planning.step.placement import recomputed_early
@@ -141,13 +141,13 @@ def _amounts(stored: Sequence[object], ranks: int) -> tuple[float, ...]:
     return amounts
 
 
-def _rules(stored: Sequence[Any], ranks: int) -> tuple[CountedRule, ...]:
+def _rules(stored: Sequence[Any], ranks: int) -> tuple[Rule, ...]:
     if len(stored) not in (0, 2):
         _refuse(f"{len(stored)} rules")
     for _, blocks, _ in stored:
         if type(blocks) is not int or blocks < 0:
             _refuse(f"a rule of {blocks} blocks")
-    return tuple(CountedRule(_amounts([seconds], 1)[0], n, _amounts(peaks, ranks)) for seconds, n, peaks in stored)
+    return tuple(Rule(_amounts([seconds], 1)[0], n, _amounts(peaks, ranks)) for seconds, n, peaks in stored)
 
 
 def _check(plan: PlanFigures) -> None:
@@ -171,7 +171,7 @@ def _check(plan: PlanFigures) -> None:
             if not (isinstance(choice, Choice) and choice.is_of(len(own_stage.blocks))):
                 _refuse(f"choices of stage {stage}, micro-batch {i}")
             away |= {(stage, i, block) for block in choice.away}
-            early, article = choice.restored_by(Kind.RECOMPUTE), "an" if (stage, i) in replayed else "no"
+            early, article = choice.early, "an" if (stage, i) in replayed else "no"
             if bool(early) != ((stage, i) in replayed):
                 _refuse(f"stage {stage}, micro-batch {i}: {len(early)} early blocks, {article} R")
     check_schedule(planned)

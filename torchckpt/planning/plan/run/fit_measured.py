@@ -17,7 +17,7 @@ from torchckpt.errors import BudgetInfeasible
 from torchckpt.planning.budget import Bytes, bytes_per_rank, enough, whole
 from torchckpt.planning.draw.units import Units, aligned
 from torchckpt.planning.order.schedule import Action, Schedule
-from torchckpt.planning.plan.figures import CountedRule, most_blocks, quickest
+from torchckpt.planning.plan.figures import Rule, most_blocks, quickest
 from torchckpt.planning.plan.pipeline import planned
 from torchckpt.planning.plan.problem import Problem, problem_of
 from torchckpt.planning.plan.result import PipelinePlan
@@ -120,7 +120,7 @@ def fitted(
 
 def _rules(
     least: Fitted, orders: Iterable[Schedule], beside: Mapping[Action, ExtraMemory]
-) -> tuple[CountedRule, CountedRule]:
+) -> tuple[Rule, Rule]:
     """To recompute everything, as ``least`` does, which fits; and the same first blocks of every stage, if that is
     shorter, inside the backwards of one of ``orders``."""
     plan, problem = least.plan, least.plan.problem
@@ -128,7 +128,7 @@ def _rules(
     def fits(step: Step) -> bool:
         return _fit(peaks_of(step, beside), least.budget_bytes)
 
-    every = CountedRule(plan.step_seconds, most_blocks(problem), plan.peak_bytes)
+    every = Rule(plan.step_seconds, most_blocks(problem), plan.peak_bytes)
     same = quickest(problem, range(max(1, most_blocks(problem))), map(without, orders), fits)
     return every, min(every, same, key=attrgetter("step_seconds"))
 
