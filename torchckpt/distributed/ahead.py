@@ -234,8 +234,7 @@ class RecomputeAhead(Runtime):
         self._forwarded(visit, scope, outputs)
 
     def _scope(self, visit: Visit, choice: Choice | State, module: nn.Module) -> Scope:
-        stay = (State.KEPT, State.AWAY)
-        keep = choice in stay if isinstance(choice, State) else frozenset((*choice.kept, *choice.away))
+        keep = choice.restored_by is None if isinstance(choice, State) else frozenset(choice.restored_by(None))
         around = partial(self._replaying, visit)
         if not self._counts(visit):
             return Scope(keep, around)
@@ -291,8 +290,9 @@ class Frames:
         with scope.entered():
             yield
         if isinstance(choice, Choice):
-            self._waiting[visit] = [frame for n, frame in zip(scope.numbers, scope.frames) if n in choice.early]
-        elif choice is State.EARLY:
+            early = choice.restored_by(Kind.RECOMPUTE)
+            self._waiting[visit] = [frame for n, frame in zip(scope.numbers, scope.frames) if n in early]
+        elif choice.restored_by is Kind.RECOMPUTE:
             late = 0 if self._segments is None else max(0, len(scope.frames) - self._segments)
             self._waiting[visit] = scope.frames[late:]
 

@@ -187,7 +187,7 @@ def _takers(step: Step, spans: Sequence[Span]) -> Iterator[tuple[tuple[int, bool
             yield (stage - 1, True, i), span
         elif kind in BACKWARDS:
             recompute = Action(stage, Kind.RECOMPUTE, i)
-            is_late = bool(step.choice((stage, i)).late)
+            is_late = bool(step.choice((stage, i)).restored_by(kind=Kind.BACKWARD))
             yield (stage + 1, False, i), before if is_late and before and before.action == recompute else span
         before = span
 

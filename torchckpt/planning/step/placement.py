@@ -55,7 +55,9 @@ def recomputed_early(schedule: Schedule) -> frozenset[Visit]:
 
 
 def _has_early(choice: Choice | State) -> bool:
-    return choice is State.EARLY if isinstance(choice, State) else bool(choice.early)
+    if isinstance(choice, State):
+        return choice.restored_by is Kind.RECOMPUTE
+    return bool(choice.restored_by(Kind.RECOMPUTE))
 
 
 def _before_backwards(order: Sequence[Action], visits: Collection[Visit], k: int) -> Iterator[Action]:

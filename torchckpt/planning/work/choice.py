@@ -9,6 +9,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum
+from functools import cached_property
+from itertools import chain
 from typing import TypeAlias
 
 from torchckpt.errors import Fault, called, check
@@ -24,8 +26,8 @@ __all__ = [
 class State(Enum):
     """What becomes of one block of one visit. Each state is a field of :class:`Choice`.
 
-    The bytes of a state are counted in ``step/memory.py``, its seconds in ``step/simulated.py``, and ``plan/search``
-    chooses it.
+    What tables, stored plans and runs have to know of a state is a property of it. The bytes of a state are counted in
+    ``step/memory.py``, its seconds in ``step/simulated.py``, and ``plan/search`` chooses it.
     """
 
     KEPT = "kept"
@@ -33,17 +35,28 @@ class State(Enum):
     LATE = "late"
     AWAY = "away"
 
+    @cached_property
+    def restored_by(self) -> Kind | None:
+        """The kind of action that recomputes the block; None if it is not recomputed.
+
+        ``Kind.BACKWARD`` stands for both forms of a backward, whole and for inputs alone.
+        """
+        return _RESTORED_BY[self]
+
     @property
     def words(self) -> str:
         """What the state is, for the legend of a table."""
         return _WORDS[self]
 
 
+_RESTORED_BY = {State.KEPT: None, State.EARLY: Kind.RECOMPUTE, State.LATE: Kind.BACKWARD, State.AWAY: None}
 _WORDS = {
     State.KEPT: "kept", State.EARLY: "recomputed before the gradient arrives", State.LATE: "inside the backward",
     State.AWAY: "away on the host",
 }  # fmt: skip
 _ON_DEVICE = (State.KEPT, State.EARLY, State.LATE)
+_RECOMPUTED = [state for state in State if state.restored_by is not None]
+_STATES = {kind: [state for state in State if state.restored_by is kind] for kind in (None, *Kind)}
 
 
 @dataclass(frozen=True)
@@ -68,10 +81,14 @@ class Choice:
         """Whether this is a choice for a stage of so many blocks: each is in one state."""
         return sorted(block for state in State for block in self.blocks(state)) == list(range(blocks))
 
+    def restored_by(self, kind: Kind | None) -> tuple[int, ...]:
+        """The blocks whose :attr:`State.restored_by` is ``kind``."""
+        return tuple(chain.from_iterable(map(self.blocks, _STATES[kind])))
+
     @property
     def recomputed(self) -> tuple[int, ...]:
         """The blocks that run twice."""
-        return *self.early, *self.late
+        return tuple(chain.from_iterable(map(self.blocks, _RECOMPUTED)))
 
     def __str__(self) -> str:
         return self.text(State if self.away else _ON_DEVICE)

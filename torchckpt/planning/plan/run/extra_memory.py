@@ -153,15 +153,15 @@ def highest_bytes(step: Step, rank: int, beside: Mapping[Action, ExtraMemory]) -
         choice, stage = step.choice(action.visit), step.stages[action.stage]
         extra = _of(action, beside)
         if action.kind is Kind.FORWARD:
-            extra = _less(extra, kept := _last_kept((*choice.kept, *choice.away), stage))
+            extra = _less(extra, kept := _last_kept(choice.restored_by(None), stage))
             if kept:  # which it takes as its replay does
                 extra = extra._replace(rises=max(extra.rises, extra.leaves + replays.get(action.stage, 0.0)))
         elif action.kind is Kind.RECOMPUTE and not extra.rises:  # nothing was replayed then
             run = beside.get(action._replace(kind=Kind.FORWARD), _NOTHING)
-            last = min(choice.early)  # they are replayed from the last one to the first
+            last = min(choice.restored_by(Kind.RECOMPUTE))  # they are replayed from the last one to the first
             rises = _less(run, stage.blocks[last].freed_bytes).rises - run.leaves
             extra = ExtraMemory(max(rises, replays.get(action.stage, 0.0)), 0.0)
-        elif action.kind is Kind.INPUT_GRAD and choice.late:  # they were replayed by an R then
+        elif action.kind is Kind.INPUT_GRAD and choice.restored_by(Kind.BACKWARD):  # they were replayed by an R then
             extra = extra._replace(rises=max(extra.rises, replays.get(action.stage, 0.0)))
         highest = counted.highest + before + extra.rises
         pieces = beside.get(action, _NOTHING).pieces
