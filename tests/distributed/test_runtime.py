@@ -250,7 +250,7 @@ def test_hooks_that_run_where_backwards_are_whole(name, options, is_late):
 # eval -----------------------------------------------------------------------------------------------------------------
 
 
-def eval_changes_nothing(name, before):
+def eval_changes_nothing(name, before, make=Blocks):
     """Whether steps with ``eval()`` before, between and after are those without, and gradients stay as they are."""
     def drive(schedule, stages, m):
         seen = []
@@ -264,7 +264,8 @@ def eval_changes_nothing(name, before):
 
     static = {"input_args": batch(1)[0], "output_args": batch(1)[0]}
     options = static if OLD else {}
-    return equal(run(name, {"exempt": "none"}, drive, **options), run(name, None, without_eval, **options))
+    modes = ({"exempt": "none"}, drive), (None, without_eval)
+    return equal(*(run(name, *mode, make, **options) for mode in modes))
 
 
 def without_eval(schedule, stages, m):
@@ -297,6 +298,14 @@ def evaluated(schedule, stages, m):
 @pytest.mark.parametrize("name", NAMES)
 def test_eval_changes_no_step(name, before):
     assert eval_changes_nothing(name, before)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("ignore")  # torch's own, of a mesh of one rank
+@pytest.mark.parametrize("before", [False, True])
+def test_eval_leaves_gradients_of_sharded_stages(before):
+    """torch clears them where a step follows an ``eval()``, or an ``eval()`` a step, with its search for shapes."""
+    assert eval_changes_nothing("ScheduleInterleaved1F1B", before, sharded)
 
 
 @pytest.mark.usefixtures("alone")

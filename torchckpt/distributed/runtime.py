@@ -143,6 +143,19 @@ class Runtime(TorchRuntime):
     def is_training(self) -> bool:
         return bool(self._has_backward)
 
+    def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
+        """torch's own, which clears gradients of what FSDP2 shards: in ``_post_metadata_inference_cleanup`` of
+        ``torch/distributed/pipelining/stage.py`` (2.13), before the first step, and in and after each ``eval()``. Ends
+        when it clears those of its search for shapes alone."""
+        gradients = {x: x.grad for stage in self._stages for x in stage.submod.parameters() if x.grad is not None}
+        for parameter in gradients:
+            parameter.grad = None  # to which the search would add
+        try:
+            super()._initialize_stages(*args, **kwargs)
+        finally:
+            for parameter, gradient in gradients.items():
+                parameter.grad = gradient
+
     def _step_microbatches(self, *args: Any, **kwargs: Any) -> Any:
         # Not in the stack, whose frame and an error that running() raises in place of another would hold each other.
         with self.running(), ExitStack() as stack:
