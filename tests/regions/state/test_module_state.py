@@ -82,6 +82,7 @@ MAKES = {
     "buffer changed in place": Average,
     "buffer replaced": lambda: Average("replaced"),
     "buffer changed by .data": lambda: Average("by .data"),
+    "large buffer changed by .data": lambda: nn.Sequential(nn.Linear(4, 1100), Average("by .data", 1100)),
     "buffers of several": in_lists,
     "buffer made in the first call": Grows,
     "generator of its own": lambda: Drawing(torch.Generator().manual_seed(3)),
@@ -132,6 +133,14 @@ def test_state_that_a_forward_changes(make, way):
     assert len(received) == len(expected)
     assert all(map(torch.equal, received, expected))
     assert recomputes.total >= 4
+
+
+@pytest.mark.parametrize("size", [4, 5000])
+def test_a_buffer_of_a_dtype_that_cannot_be_compared(size):
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    module.register_buffer("packed", torch.zeros(size, dtype=torch.uint8).view(torch.float4_e2m1fn_x2))
+    checkpoint(module, torch.randn(3, 4)).sum().backward()
+    assert module[0].weight.grad is not None
 
 
 def test_the_same_by_hand_and_ahead(call):

@@ -150,8 +150,6 @@ class ModuleState:
             layout.changing |= self._after.keys()
         if self._is_reached and values_of(layout.tables[: len(layout.dicts) + 1]) != layout.children:
             self._is_reached = False  # it makes modules itself
-        if not self._buffers:
-            return
         changing = {key for key in self._buffers if not self._is_unchanged(key)}
         if changing and not self._is_locked:
             self._put_back(changing)
@@ -160,11 +158,11 @@ class ModuleState:
             tensor, copy = self._buffers.get(key, (None, None))
             if tensor is None or copy is None or key in layout.changing or key in layout.unversioned:
                 continue
-            if tensor.layout != torch.strided or (tensor.nbytes > _SMALL_BYTES and key not in layout.statistics):
-                copy.values = None
-            elif not _equal(copy.values, tensor):
+            if not _equal(copy.values, tensor):
                 layout.changing.add(key)
                 layout.unversioned.add(key)
+            elif tensor.layout != torch.strided or (tensor.nbytes > _SMALL_BYTES and key not in layout.statistics):
+                copy.values = None
 
     def _put_back(self, keys: set[Key]) -> None:
         """Put the buffers back where this forward has set what it found, and that was a replay's of another thread."""
@@ -370,7 +368,10 @@ def _is_sharded(tensor: Tensor | None) -> bool:
 def _equal(values: Tensor | None, tensor: Tensor) -> bool:
     if values is None or type(tensor) is not Tensor or tensor.is_meta or tensor.layout != torch.strided:
         return True  # the values cannot be compared
-    return torch.equal(values, tensor)
+    try:
+        return torch.equal(values, tensor)
+    except NotImplementedError:  # such as float4
+        return True
 
 
 def changed_in_place(function: Function, tensor: Tensor, path: str) -> RecomputationError:
