@@ -214,7 +214,11 @@ class Call:
 
     def _run_again(self, run: Function, random: RandomState, pack: Pack, unpack: Unpack) -> Any:
         replay = Replay()
-        replay.ran, replay.watched = norms.ran(self._looked, self._noted) if self._ran is None else self._ran, []
+        ran, state = norms.ran(self._looked, self._noted) if self._ran is None else self._ran, self.module_state
+        if ran and state is not None:  # code around the others' calls may read the statistics that the state lends
+            looked = {layer for layer, *_ in self._looked}
+            ran = {layer: ran[layer] for layer in ran if layer in looked or not state.has_statistics_of(layer)}
+        replay.ran, replay.watched = ran, []
         thread, graded = local.thread, torch.is_grad_enabled()
         flags, scope = thread.flags, thread.scope
         random_after: RandomState = []
