@@ -277,7 +277,7 @@ def buffers_of(module_state: ModuleState | None) -> Buffers:
     if module_state is None:
         return {}
     layout = module_state.layout
-    counters = {key: table.get(COUNTER) for key, table in layout.statistics.items()}  # BatchNorm moves the others unseen
+    counters = {key: table.get(COUNTER) for key, table in layout.statistics.items()}  # BatchNorm moves others unseen
     buffers = [(key, tensor, counters.get(key)) for key, tensor in layout.buffers()]
     return {key: (of, sum(version_of(x) for x in (of, counter) if x is not None)) for key, of, counter in buffers}
 
