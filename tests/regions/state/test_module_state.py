@@ -135,6 +135,24 @@ def test_state_that_a_forward_changes(make, way):
     assert recomputes.total >= 4
 
 
+class Forces(nn.Module):
+    """Runs a backward through what has changed a buffer past its version counter."""
+
+    def __init__(self, size) -> None:
+        super().__init__()
+        self.linear, self.average = nn.Linear(4, size), Average("by .data", size)
+
+    def forward(self, x):
+        energy = self.average(self.linear(x)).sum(-1, keepdim=True)
+        return energy * torch.autograd.grad(energy.sum(), x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("size", [4, 1100])
+def test_a_backward_in_the_first_forward_that_changes_a_buffer(size):
+    received, expected = (steps(lambda: Forces(size), call) for call in (checkpoint, lambda module, x: module(x)))
+    assert all(map(torch.equal, received, expected))
+
+
 @pytest.mark.parametrize("size", [4, 5000])
 def test_a_buffer_of_a_dtype_that_cannot_be_compared(size):
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh())

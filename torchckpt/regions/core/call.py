@@ -193,6 +193,8 @@ class Call:
             state = () if self.module_state is None else self.module_state.tensors()
             self._entry.wait_before_using([*tensors, *state])
         function = self.function if self._contexts is None else inside(self._take_context(), self.function)
+        if self._ran is None and self.module_state is not None:  # the forward runs a backward itself
+            self.module_state.note_changes(has_ended=False)
         substitutes = None if self.module_state is None else self.module_state.substitutes(self.function)
         if substitutes is not None:
             function = inside(substituted(substitutes, self.function), inside(norms.calls_end(), function))
