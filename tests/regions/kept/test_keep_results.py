@@ -325,6 +325,19 @@ class Balanced(nn.Module):
         return ((kept(self.route, x) + self.load.view(-1, 4)[-1]).sin() * x).tanh().cos()
 
 
+class Centered(nn.Module):
+    """Reads the running mean that a kept norm layer has moved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    load = property(lambda self: self.norm.running_mean)
+
+    def forward(self, x, kept=keep):
+        return (kept(self.norm, x) + self.norm.running_mean.clone()).sin().exp().tanh()
+
+
 class Around(nn.Module):
     """``inner``, called by ``call``, and something behind it."""
 
@@ -336,13 +349,13 @@ class Around(nn.Module):
         return self.call(self.inner, x, kept=kept).exp().sin()
 
 
-@pytest.mark.parametrize("how", ["in place", "another", "large"])
+@pytest.mark.parametrize("how", ["in place", "another", "large", "norm"])
 @pytest.mark.parametrize("inner", [plain, checkpoint])
 def test_buffers_change_once_and_are_read_as_they_were(how, inner):
     x = torch.randn(3, 4)
 
     def steps(call, inner, kept):
-        module, seen = Balanced(how), []
+        module, seen = Centered() if how == "norm" else Balanced(how), []
         around = Around(module, inner)
         for _ in range(3):
             outputs = [call(module, x, kept=kept), call(around, x, kept=kept), call(module, x, kept=kept)]

@@ -82,6 +82,7 @@ MAKES = {
     "buffer changed in place": Average,
     "buffer replaced": lambda: Average("replaced"),
     "buffer changed by .data": lambda: Average("by .data"),
+    "large buffer changed by .data": lambda: nn.Sequential(nn.Linear(4, 1100), Average("by .data", 1100)),
     "buffers of several": in_lists,
     "buffer made in the first call": Grows,
     "generator of its own": lambda: Drawing(torch.Generator().manual_seed(3)),
@@ -132,6 +133,32 @@ def test_state_that_a_forward_changes(make, way):
     assert len(received) == len(expected)
     assert all(map(torch.equal, received, expected))
     assert recomputes.total >= 4
+
+
+class Forces(nn.Module):
+    """Runs a backward through what has changed a buffer past its version counter."""
+
+    def __init__(self, size) -> None:
+        super().__init__()
+        self.linear, self.average = nn.Linear(4, size), Average("by .data", size)
+
+    def forward(self, x):
+        energy = self.average(self.linear(x)).sum(-1, keepdim=True)
+        return energy * torch.autograd.grad(energy.sum(), x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("size", [4, 1100])
+def test_a_backward_in_the_first_forward_that_changes_a_buffer(size):
+    received, expected = (steps(lambda: Forces(size), call) for call in (checkpoint, lambda module, x: module(x)))
+    assert all(map(torch.equal, received, expected))
+
+
+@pytest.mark.parametrize("size", [4, 5000])
+def test_a_buffer_of_a_dtype_that_cannot_be_compared(size):
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    module.register_buffer("packed", torch.zeros(size, dtype=torch.uint8).view(torch.float4_e2m1fn_x2))
+    checkpoint(module, torch.randn(3, 4)).sum().backward()
+    assert module[0].weight.grad is not None
 
 
 def test_the_same_by_hand_and_ahead(call):

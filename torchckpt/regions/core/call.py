@@ -197,6 +197,8 @@ class Call:
             state = () if self.module_state is None else self.module_state.tensors()
             self._entry.wait_before_using([*tensors, *state])
         function = self.function if self._contexts is None else inside(self._take_context(), self.function)
+        if self._ran is None and self.module_state is not None:  # the forward runs a backward itself
+            self.module_state.note_changes(has_ended=False)
         substitutes = None if self.module_state is None else self.module_state.substitutes(self.function)
         if substitutes is not None:
             function = inside(substituted(substitutes, self.function), inside(norms.calls_end(), function))
@@ -218,7 +220,11 @@ class Call:
 
     def _run_again(self, run: Function, random: RandomState, pack: Pack, unpack: Unpack) -> Any:
         replay = Replay()
-        replay.ran, replay.watched = norms.ran(self._looked, self._noted) if self._ran is None else self._ran, []
+        ran, state = norms.ran(self._looked, self._noted) if self._ran is None else self._ran, self.module_state
+        if ran and state is not None:  # code around the others' calls may read the statistics that the state lends
+            looked = {layer for layer, *_ in self._looked}
+            ran = {layer: ran[layer] for layer in ran if layer in looked or not state.has_statistics_of(layer)}
+        replay.ran, replay.watched = ran, []
         thread, graded = local.thread, torch.is_grad_enabled()
         flags, scope = thread.flags, thread.scope
         random_after: RandomState = []

@@ -23,6 +23,7 @@ from torchckpt.regions.state.ambient import Generator, drawn_since, random_state
 from torchckpt.regions.state.boundary import Boundary
 from torchckpt.regions.state.layout import Copy
 from torchckpt.regions.state.module_state import ModuleState
+from torchckpt.regions.state.norms import COUNTER
 from torchckpt.tensors import copy_attributes, hides_tensors, tensors_of, version_of
 from torchckpt.typing import Function
 
@@ -268,14 +269,17 @@ def _other_arguments(function: Function) -> RecomputationError:
 
 
 Buffers: TypeAlias = dict[Any, tuple[Tensor | None, int]]
-"""Buffers by their keys in a layout, each with its version."""
+"""Buffers by their keys in a layout, each with a number that changes with its version."""
 
 
 def buffers_of(module_state: ModuleState | None) -> Buffers:
     """The buffers of the modules of a region, as they are now."""
     if module_state is None:
         return {}
-    return {key: (tensor, 0 if tensor is None else version_of(tensor)) for key, tensor in module_state.layout.buffers()}
+    layout = module_state.layout
+    counters = {key: table.get(COUNTER) for key, table in layout.statistics.items()}  # BatchNorm moves others unseen
+    buffers = [(key, tensor, counters.get(key)) for key, tensor in layout.buffers()]
+    return {key: (of, sum(version_of(x) for x in (of, counter) if x is not None)) for key, of, counter in buffers}
 
 
 def changed_buffers(module_state: ModuleState | None, before: Buffers) -> list[tuple[dict[str, Any], str, Copy | None]]:

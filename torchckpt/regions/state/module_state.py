@@ -130,8 +130,7 @@ class ModuleState:
         return self._copied_bytes <= _MOST_BYTES
 
     def tensors(self) -> list[Tensor]:
-        """The buffers and their copies, which a replay may read, and maybe nothing else holds. Sharded and sparse ones
-        are left out, since their memory is not theirs to record."""
+        """What a replay may read, and maybe nothing else holds; not if sharded or sparse: the memory is not theirs."""
         tensors = chain.from_iterable((tensor, copy and copy.values) for tensor, copy in self._buffers.values())
         return [tensor for tensor in tensors if type(tensor) is Tensor and tensor.layout == torch.strided]
 
@@ -139,8 +138,8 @@ class ModuleState:
         """Whether the forward found the layer's statistics among its buffers: then a replay has them as they were."""
         return any(self.layout.statistics.get(key) is layer._buffers for key in self._buffers)
 
-    def note_changes(self) -> None:
-        """Note, after the forward, what it has changed, and drop large copies of other buffers."""
+    def note_changes(self, has_ended: bool = True) -> None:
+        """Note what the forward has changed so far; at its end, drop large copies of other buffers."""
         layout = self.layout
         versions = _versions(self._values, len(layout.children))
         if versions != self._versions and not self._is_reached:
@@ -150,8 +149,6 @@ class ModuleState:
             layout.changing |= self._after.keys()
         if self._is_reached and values_of(layout.tables[: len(layout.dicts) + 1]) != layout.children:
             self._is_reached = False  # it makes modules itself
-        if not self._buffers:
-            return
         changing = {key for key in self._buffers if not self._is_unchanged(key)}
         if changing and not self._is_locked:
             self._put_back(changing)
@@ -160,11 +157,12 @@ class ModuleState:
             tensor, copy = self._buffers.get(key, (None, None))
             if tensor is None or copy is None or key in layout.changing or key in layout.unversioned:
                 continue
-            if tensor.layout != torch.strided or (tensor.nbytes > _SMALL_BYTES and key not in layout.statistics):
-                copy.values = None
-            elif not _equal(copy.values, tensor):
+            drops = tensor.layout != torch.strided or (tensor.nbytes > _SMALL_BYTES and key not in layout.statistics)
+            if not _equal(copy.values, tensor):
                 layout.changing.add(key)
                 layout.unversioned.add(key)
+            elif has_ended and drops:
+                copy.values = None
 
     def _put_back(self, keys: set[Key]) -> None:
         """Put the buffers back where this forward has set what it found, and that was a replay's of another thread."""
@@ -370,7 +368,10 @@ def _is_sharded(tensor: Tensor | None) -> bool:
 def _equal(values: Tensor | None, tensor: Tensor) -> bool:
     if values is None or type(tensor) is not Tensor or tensor.is_meta or tensor.layout != torch.strided:
         return True  # the values cannot be compared
-    return torch.equal(values, tensor)
+    try:
+        return torch.equal(values, tensor)
+    except NotImplementedError:  # such as float4
+        return True
 
 
 def changed_in_place(function: Function, tensor: Tensor, path: str) -> RecomputationError:
