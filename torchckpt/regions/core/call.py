@@ -13,7 +13,6 @@ from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, RecomputationError, kind, raise_fault
 from torchckpt.modules import name_of
@@ -37,7 +36,7 @@ from torchckpt.regions.state.ambient import (
     use_settings,
     use_settings_of_process,
 )
-from torchckpt.regions.state.boundary import Boundary, generators_among
+from torchckpt.regions.state.boundary import Boundary
 from torchckpt.regions.state.host_random import is_of_process
 from torchckpt.regions.state.module_state import ModuleState, changed_in_place, exclusive, record_state, substituted
 from torchckpt.regions.state.reached import reached_by, reaches_nothing, runs_compiled_code, settle
@@ -183,9 +182,6 @@ class Call:
             named = [*named, *owned]
         if self._boundary.spec is not None:
             named = [*named, *self._boundary.generators()]
-        if isinstance(self.function, partial):
-            arguments = pytree.tree_leaves((self.function.args, self.function.keywords))
-            named = [*named, *generators_among(arguments)]
         self.named = named
         return random_state(generators_of(self.devices, named))
 
