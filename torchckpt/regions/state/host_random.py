@@ -14,7 +14,7 @@ import torch
 from torchckpt.modules import imported
 from torchckpt.regions.state.ambient import Generator
 
-__all__ = ["HostGenerator", "as_generator", "generators_in", "is_of_process"]
+__all__ = ["HostGenerator", "as_generator", "generators_in", "is_of_process", "kinds_of_host"]
 
 
 class HostGenerator:
@@ -64,7 +64,7 @@ def as_generator(value: Any) -> Generator | None:
     if issubclass(type(value), torch.Generator):
         generator: Generator = value
         return generator
-    return HostGenerator(value) if issubclass(type(value), _kinds(sys.modules.get("numpy.random"))) else None
+    return HostGenerator(value) if issubclass(type(value), kinds_of_host()) else None
 
 
 def is_of_process(replayed: tuple[Generator, object]) -> bool:
@@ -75,6 +75,11 @@ def is_of_process(replayed: tuple[Generator, object]) -> bool:
 def generators_in(values: Iterable[object]) -> list[Generator]:
     """The generators among ``values``."""
     return [generator for value in values if (generator := as_generator(value)) is not None]
+
+
+def kinds_of_host() -> tuple[type[Any], ...]:
+    """The classes of generators of Python and of NumPy, if it was imported."""
+    return _kinds(sys.modules.get("numpy.random"))
 
 
 @lru_cache(maxsize=1)

@@ -9,14 +9,15 @@ from functools import partial
 from inspect import getattr_static
 from itertools import chain
 from logging import Filterer
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeAlias
 from weakref import ReferenceType, WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from torchckpt.modules import contents_of, is_module, names_in
-from torchckpt.regions.state.host_random import as_generator
+from torchckpt.regions.state.host_random import as_generator, kinds_of_host
 
 __all__ = ["Walk", "reach_of"]
 
@@ -42,6 +43,7 @@ class Walk:
         self._spaces: list[tuple[Any, Mapping[str, Any]]] = []
         self._next: list[Any] = [*roots]
         seen: set[int] = set()
+        kinds = (*kinds_of_host(), torch.Generator, BuiltinFunctionType, MethodType)
         for value in self._next:  # which grows meanwhile
             kind = type(value)
             if kind in _LEAVES or id(value) in seen:
@@ -58,7 +60,7 @@ class Walk:
                 is_class = issubclass(kind, type)
                 self._enter(value, vars(value), "__module__" if is_class else "__name__")
                 self._next.extend((*value.__bases__, *map(vars(value).get, _CALLED)) if is_class else ())
-            elif as_generator(value) is not None:
+            elif issubclass(kind, kinds) and as_generator(value) is not None:
                 self.sources.append(partial(_same, value))
             elif issubclass(kind, ReferenceType):
                 self._next.append(value())
