@@ -59,7 +59,9 @@ class Walk:
             elif issubclass(kind, (type, ModuleType)):
                 is_class = issubclass(kind, type)
                 self._enter(value, vars(value), "__module__" if is_class else "__name__")
-                self._next.extend((*value.__bases__, *map(vars(value).get, _CALLED)) if is_class else ())
+                self._next.extend(value.__bases__ if is_class else ())
+                if is_class and not issubclass(value, nn.Module):  # whose own reach is known by their classes
+                    self._next.extend(map(vars(value).get, _CALLED))
             elif issubclass(kind, kinds) and as_generator(value) is not None:
                 self.sources.append(partial(_same, value))
             elif issubclass(kind, ReferenceType):
