@@ -8,7 +8,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +24,7 @@ from torchckpt.regions.live import LiveStorages
 from torchckpt.regions.private import newest_node, number_of
 from torchckpt.regions.state.ambient import Generator, generators_of, random_state, restore_states
 from torchckpt.regions.state.boundary import generators_among
+from torchckpt.regions.state.host_random import generators_in
 from torchckpt.regions.state.reached import reached_by
 from torchckpt.regions.state.walk import reach_of
 from torchckpt.tensors import inner_tensors, nodes_behind, tensors_in
@@ -236,8 +236,8 @@ def _generators_of(function: Function, modules: Iterable[nn.Module], arguments: 
     reached, named = reached_by(function)
     owners = filter(is_module, (module_of(function), *modules, *given, *reached))
     inside = [inner for owner in owners for inner in owner.modules()]
-    of_classes = chain.from_iterable(reach_of(cls).generators for cls in {*map(type, inside)})
-    return [*generators_among([*given, *inside]), *named, *of_classes]
+    of_classes = [source() for cls in {*map(type, inside)} for source in reach_of(cls).sources]
+    return [*generators_among([*given, *inside]), *named, *generators_in(of_classes)]
 
 
 def _ones_like(output: Tensor) -> Tensor:

@@ -3,8 +3,16 @@ from __future__ import annotations
 
 import random
 
-__all__ = ["draw"]
+__all__ = ["DRAW", "draw"]
 
 
 def draw():
     return random.random()
+
+
+class _Draws:
+    def __call__(self):
+        return random.random()
+
+
+DRAW = _Draws()

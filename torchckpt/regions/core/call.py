@@ -37,7 +37,7 @@ from torchckpt.regions.state.ambient import (
     use_settings_of_process,
 )
 from torchckpt.regions.state.boundary import Boundary
-from torchckpt.regions.state.host_random import is_of_process
+from torchckpt.regions.state.host_random import HostGenerator, is_of_process
 from torchckpt.regions.state.module_state import ModuleState, changed_in_place, exclusive, record_state, substituted
 from torchckpt.regions.state.reached import reached_by, reaches_nothing, runs_compiled_code, settle
 from torchckpt.tensors import version_of
@@ -135,12 +135,13 @@ class Call:
             if is_locked:
                 state_lock.release()
         if self.devices or self.named:
-            # The replay sets again what has drawn, and in any case the CPU's where it is alone, or those of the inputs'
-            # devices: backwards of devices run in several threads, which share the other generators.
-            first = 1 if self.devices else 0
-            end = 1 + len(self._devices_of_inputs) if self._devices_of_inputs or not self.devices else first
+            # Backwards of devices run in several threads, which share the CPU's generator, and those of other devices.
+            # All threads share those of Python and NumPy, which much code names that never draws.
+            shared = (1 if self._devices_of_inputs else 1 + len(self.devices)) if self.devices else 0
             then, random = ambient.pop()
-            ambient.append((then, drawn_since(random[:first] + random[end:]) + random[first:end]))
+            own = [each for each in random[shared:] if type(each[0]) is not HostGenerator]
+            of_host = [each for each in random[shared:] if type(each[0]) is HostGenerator]
+            ambient.append((then, drawn_since(random[:shared] + of_host) + own))
         return outputs
 
     def _run(

@@ -129,9 +129,9 @@ class Frame:
         """The generators whose states a replay sets."""
         return [generator for _, random in self.ambient for generator, _ in random]
 
-    def replays(self, generator: Generator, _: Tensor) -> bool:
+    def replays(self, generator: Generator, _: Any) -> bool:
         """Whether the running replay has set the state of ``generator``."""
-        return any(generator is replayed for replayed in self.generators)
+        return generator in self.generators
 
     @property
     def is_recomputed(self) -> bool:
@@ -283,8 +283,8 @@ def _tell_outer_regions(states: RandomState) -> None:
     for _, unpack in hooks_entered():
         outer = getattr(unpack, "__self__", None)
         if isinstance(outer, Frame) and unpack == outer._unpack and outer._options.preserve_rng_state:
-            known = [id(generator) for generator in outer.generators]
-            outer.ambient[0][1].extend(state for state in states if id(state[0]) not in known)
+            known = outer.generators
+            outer.ambient[0][1].extend(state for state in states if state[0] not in known)
 
 
 keep_from_dynamo(Frame._pack, Frame._unpack, Frame._replay, Frame._unpack_in_replay)

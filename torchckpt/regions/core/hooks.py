@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor
 
 from torchckpt.errors import Fault, raise_fault
 from torchckpt.regions.core.frame import Frame
@@ -28,7 +27,7 @@ from torchckpt.regions.private import (
     look_through,
     only_hooks,
 )
-from torchckpt.regions.state.ambient import Generator, generators_of
+from torchckpt.regions.state.ambient import Generator, generators_of, is_same_state
 from torchckpt.regions.state.boundary import Hooks
 from torchckpt.typing import ContextFunction, Function
 
@@ -46,9 +45,9 @@ class TorchRegion:
         self.replay: object = None
         """The hook of the replay that is under way, or was last."""
 
-    def replays(self, generator: Generator, before: Tensor) -> bool:
+    def replays(self, generator: Generator, before: Any) -> bool:
         """Whether ``generator`` is where the forward had it: torch does not tell what it puts back."""
-        return torch.equal(generator.get_state(), before)
+        return is_same_state(generator.get_state(), before)
 
     @property
     def generators(self) -> list[Generator]:

@@ -151,7 +151,7 @@ class Result:
         devices = accelerators_among((outputs, *inputs.values()), {})
         self._sync_point = SyncPoint(devices) if devices else None
 
-    def replay(self, function: Function, inputs: Inputs, replays: Callable[[Generator, Tensor], bool]) -> Any:
+    def replay(self, function: Function, inputs: Inputs, replays: Callable[[Generator, Any], bool]) -> Any:
         """Return the outputs. ``replays`` says of a generator, and its state before, whether the replay sets it."""
         leaves, _, tensors = self._outputs.arguments("a result of torchckpt.keep")
         needed = [place for place, *_ in self._changed]

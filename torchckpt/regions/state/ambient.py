@@ -207,10 +207,10 @@ def drawn_since(then: RandomState) -> RandomState:
     """
     if dispatch_modes_are_active():
         return then
-    return [(generator, state) for generator, state in then if not _equal(state, generator.get_state())]
+    return [(generator, state) for generator, state in then if not is_same_state(state, generator.get_state())]
 
 
-def _equal(state: Any, other: Any) -> bool:
+def is_same_state(state: Any, other: Any) -> bool:
     return torch.equal(state, other) if isinstance(state, Tensor) else bool(state == other)
 
 
@@ -233,5 +233,5 @@ def set_states(then: RandomState) -> RandomState:
 
 def restore_states(then: RandomState) -> None:
     """Set every generator of ``then`` to its state."""
-    for generator, state in then:
+    for generator, state in reversed(then):  # two may share their state, as two of NumPy on one bit generator
         generator.set_state(state)

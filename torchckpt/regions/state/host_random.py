@@ -3,8 +3,10 @@ from __future__ import annotations
 
 import pickle
 import random
+import sys
 from collections.abc import Iterable
 from functools import lru_cache
+from types import BuiltinFunctionType, MethodType
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ import torch
 from torchckpt.modules import imported
 from torchckpt.regions.state.ambient import Generator
 
-__all__ = ["HostGenerator", "as_generator", "generators_in", "is_of_process"]
+__all__ = ["HostGenerator", "as_generator", "generators_in", "is_of_process", "kinds_of_host"]
 
 
 class HostGenerator:
@@ -30,27 +32,39 @@ class HostGenerator:
         return id(self._source)
 
     def get_state(self) -> Any:
-        """The state; two are equal where the next numbers are."""
-        if isinstance(self._source, random.Random):
-            return self._source.getstate()
-        is_old = hasattr(self._source, "get_state")
-        return pickle.dumps(self._source.get_state(legacy=False) if is_old else self._source.bit_generator.state)
+        """The state; two are equal where the next numbers are. None, if there is none, as of a ``SystemRandom``."""
+        source = self._source
+        if isinstance(source, random.Random):
+            try:
+                return source.getstate()
+            except NotImplementedError:
+                return None
+        return pickle.dumps(source.get_state(legacy=False) if hasattr(source, "get_state") else _bits(source).state)
 
     def set_state(self, state: Any, /) -> None:
-        if isinstance(self._source, random.Random):
-            self._source.setstate(state)
-        elif hasattr(self._source, "set_state"):
-            self._source.set_state(pickle.loads(state))
+        source = self._source
+        if isinstance(source, random.Random):
+            if state is not None:
+                source.setstate(state)
+        elif hasattr(source, "set_state"):
+            source.set_state(pickle.loads(state))
         else:
-            self._source.bit_generator.state = pickle.loads(state)
+            _bits(source).state = pickle.loads(state)
+
+
+def _bits(source: Any) -> Any:
+    return getattr(source, "bit_generator", source)
 
 
 def as_generator(value: Any) -> Generator | None:
-    """``value``, if it is a generator of torch, of Python or of NumPy. A proxy is not asked: it may answer anything."""
+    """``value``, or what it is a method of, if that is a generator of torch, of Python or of NumPy. A proxy is not
+    asked: it may answer anything."""
+    if type(value) in (BuiltinFunctionType, MethodType):
+        value = value.__self__
     if issubclass(type(value), torch.Generator):
         generator: Generator = value
         return generator
-    return HostGenerator(value) if _is_of_host(type(value)) else None  # type: ignore[arg-type]
+    return HostGenerator(value) if issubclass(type(value), kinds_of_host()) else None
 
 
 def is_of_process(replayed: tuple[Generator, object]) -> bool:
@@ -63,8 +77,11 @@ def generators_in(values: Iterable[object]) -> list[Generator]:
     return [generator for value in values if (generator := as_generator(value)) is not None]
 
 
-@lru_cache(maxsize=1024)
-def _is_of_host(kind: type[Any]) -> bool:
-    if issubclass(kind, random.Random):
-        return not issubclass(kind, random.SystemRandom)  # which has no state
-    return issubclass(kind, imported("numpy.random", "Generator", "RandomState"))
+def kinds_of_host() -> tuple[type[Any], ...]:
+    """The classes of generators of Python and of NumPy, if it was imported."""
+    return _kinds(sys.modules.get("numpy.random"))
+
+
+@lru_cache(maxsize=1)
+def _kinds(_: object) -> tuple[type[Any], ...]:
+    return random.Random, *imported("numpy.random", "Generator", "RandomState", "BitGenerator")

@@ -138,7 +138,7 @@ class Layout:
         self.is_lazy = any(is_lazy(value) for value in values_of([*self.parameters, *self._buffers]))
         """Whether a parameter or buffer has no shape yet: the first call gives it one."""
         self._asking = {place for place, m in enumerate(modules) if "is_recomputing" in reach[type(m)].names}
-        self._named = list(dict.fromkeys(chain.from_iterable(of_class.generators for of_class in reach.values())))
+        self._sources = [source for of_class in reach.values() for source in of_class.sources]
         self._generators = [(vars(module), name) for module in modules for name in _names_of(as_generator, module)]
 
     def norm_layers(self) -> list[nn.Module]:
@@ -175,8 +175,8 @@ class Layout:
 
     def generators(self) -> list[Generator]:
         """The generators that modules hold as attributes, or that their code names."""
-        held = generators_in(attributes.get(name) for attributes, name in self._generators)
-        return [*held, *self._named]
+        held = [attributes.get(name) for attributes, name in self._generators]
+        return generators_in([*held, *(source() for source in self._sources)])
 
     def flags(self) -> list[Any]:
         """The ``training`` flag of each module, and the attributes that were numbers when this layout was made."""

@@ -19,6 +19,7 @@ from torchckpt.modules import is_compiled_class, is_compiled_function, is_module
 from torchckpt.regions.flags import local
 from torchckpt.regions.private import norm_layer
 from torchckpt.regions.state.ambient import Generator
+from torchckpt.regions.state.host_random import generators_in
 from torchckpt.regions.state.layout import NamesModules, known_of, values_of
 from torchckpt.regions.state.walk import Walk
 from torchckpt.typing import Function
@@ -41,7 +42,8 @@ def reached_by(function: Function) -> tuple[list[nn.Module], list[Generator]]:
     walk = Walk(*roots)
     modules = walk.modules
     inside = {id(child) for module in modules for child in _tree_of(module).children} if len(modules) > 1 else ()
-    return [module for module in modules if id(module) not in inside], walk.generators
+    outermost = [module for module in modules if id(module) not in inside]
+    return outermost, generators_in(source() for source in walk.sources)
 
 
 def runs_compiled_code(function: Function) -> bool:

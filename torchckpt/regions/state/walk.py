@@ -4,27 +4,32 @@ from __future__ import annotations
 import gc
 import sys
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from inspect import getattr_static
 from itertools import chain
 from logging import Filterer
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
-from typing import Any, NamedTuple
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple, TypeAlias
 from weakref import ReferenceType, WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from torchckpt.modules import contents_of, is_module, names_in
-from torchckpt.regions.state.ambient import Generator
-from torchckpt.regions.state.host_random import as_generator
+from torchckpt.regions.state.host_random import as_generator, kinds_of_host
 
 __all__ = ["Walk", "reach_of"]
+
+Source: TypeAlias = Callable[[], object]
+"""Gives a generator. It may be another in each call, or none: what a name stands for then."""
 
 _MOST = 1000
 """The most objects that are looked at, and the most values of one container."""
 
 
 class Walk:
-    """The modules, functions and generators that ``roots`` reach, functions as a rule, nearest first.
+    """The modules, functions and sources of generators that ``roots`` reach, functions as a rule, nearest first.
 
     An object refers to what the garbage collector finds in it, so no code of the user's runs. Globals, classes and
     Python modules hold too much: of these, what the functions found so far name counts.
@@ -33,15 +38,14 @@ class Walk:
     def __init__(self, *roots: Any) -> None:
         self.functions: list[FunctionType] = []
         self.modules: list[nn.Module] = []
-        self.generators: list[Generator] = []
+        self.sources: list[Source] = []
         self._names: dict[str, None] = {}
-        self._spaces: list[Mapping[str, Any]] = []
+        self._spaces: list[tuple[Any, Mapping[str, Any]]] = []
         self._next: list[Any] = [*roots]
         seen: set[int] = set()
+        kinds = (*kinds_of_host(), torch.Generator, BuiltinFunctionType, MethodType)
         for value in self._next:  # which grows meanwhile
             kind = type(value)
-            if kind is BuiltinFunctionType and as_generator(value.__self__) is not None:
-                value, kind = value.__self__, type(value.__self__)
             if kind in _LEAVES or id(value) in seen:
                 continue
             seen.add(id(value))
@@ -54,13 +58,15 @@ class Walk:
                 self._function(value)
             elif issubclass(kind, (type, ModuleType)):
                 is_class = issubclass(kind, type)
-                self._enter(vars(value), "__module__" if is_class else "__name__")
+                self._enter(value, vars(value), "__module__" if is_class else "__name__")
                 self._next.extend(value.__bases__ if is_class else ())
-            elif (generator := as_generator(value)) is not None:
-                self.generators.append(generator)
+                if is_class and not issubclass(value, nn.Module):  # whose own reach is known by their classes
+                    self._next.extend(map(vars(value).get, _CALLED))
+            elif issubclass(kind, kinds) and as_generator(value) is not None:
+                self.sources.append(partial(_same, value))
             elif issubclass(kind, ReferenceType):
                 self._next.append(value())
-            elif len(self._next) < 4 * _MOST:
+            elif kind is not BuiltinFunctionType and len(self._next) < 4 * _MOST:
                 self._next.extend(_inside(value, kind))
 
     def _function(self, function: FunctionType) -> None:
@@ -71,28 +77,48 @@ class Walk:
             new = [name for name in names if name not in self._names]
             self._names.update(dict.fromkeys(new))
             self._look_up(new, self._spaces)
-            if not any(known is space for space in self._spaces):
-                self._enter(known, "__name__")
+            # What the function imports itself.
+            self._next += [sys.modules[name] for name in new if name in sys.modules and name not in known]
+            if not any(known is space for _, space in self._spaces):
+                self._enter(function, known, "__name__")
 
-    def _enter(self, space: Mapping[str, Any], owner: str) -> None:
-        """Look up the names in ``space``, which tells its owner by the key ``owner``; those found later, too."""
-        name = space.get(owner)
-        if name == "numpy":
-            space = {"random": sys.modules["numpy"].random}  # NumPy imports it when it is first asked for
+    def _enter(self, owner: Any, space: Mapping[str, Any], key: str) -> None:
+        """Look up the names in ``space``, that of ``owner``, whose name is at ``key``; those found later, too."""
+        name = space.get(key)
+        if name == "numpy":  # which imports it when it is first asked for
+            space = {"random": getattr(sys.modules.get("numpy"), "random", None)}
         if name in _DRAWING or not _is_of_others(name):
-            self._spaces.append(space)
-            self._look_up(self._names, [space])
+            self._spaces.append((owner, space))
+            self._look_up(self._names, self._spaces[-1:])
 
-    def _look_up(self, names: Iterable[str], spaces: Iterable[Mapping[str, Any]]) -> None:
-        self._next.extend(space[name] for space in spaces for name in names if name in space)
+    def _look_up(self, names: Iterable[str], spaces: Iterable[tuple[Any, Mapping[str, Any]]]) -> None:
+        for owner, space in spaces:
+            for name in names:
+                if name in space:
+                    value = space[name]
+                    if value is None or as_generator(value) is not None:  # another may come there
+                        self.sources.append(partial(_named, ReferenceType(owner), name))
+                    else:
+                        self._next.append(value)
 
 
 _NUMBERS = (type(None), bool, int, float, complex, str, bytes)
-_LEAVES = frozenset({*_NUMBERS, CodeType, BuiltinFunctionType, Tensor, nn.Parameter})
+_LEAVES = frozenset({*_NUMBERS, CodeType, Tensor, nn.Parameter})
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _OTHERS = frozenset({*sys.stdlib_module_names, "torch", "torchckpt", "numpy"}) - {"__main__"}
+_CALLED = "__call__", "forward"
+"""What code calls of a class without its name: that of an object, and that of an autograd Function."""
 _DRAWING = frozenset({"random", "numpy", "numpy.random"})
 """The modules of others that are looked into: their functions are methods of generators."""
+
+
+def _same(value: object) -> object:
+    return value
+
+
+def _named(owner: ReferenceType[Any], name: str) -> object:
+    of = owner()
+    return (of.__globals__ if type(of) is FunctionType else getattr(of, "__dict__", {})).get(name)
 
 
 def _is_of_others(module: object) -> bool:
@@ -112,7 +138,7 @@ def _inside(value: Any, kind: type[Any]) -> Sequence[Any]:
 class Reach(NamedTuple):
     """What the methods of a class reach."""
 
-    generators: list[Generator]
+    sources: list[Source]
     names: frozenset[str]
     """All names in their code."""
 
@@ -125,9 +151,9 @@ def reach_of(cls: type[nn.Module]) -> Reach:
     reach = _of_classes.get(cls)
     if reach is None:
         own = [dict(vars(base)) for base in cls.__mro__ if not issubclass(nn.Module, base)]
-        walks = Walk(cls.forward, cls), Walk(*chain.from_iterable(map(dict.values, own)))
-        generators = dict.fromkeys(chain.from_iterable(walk.generators for walk in walks))
+        walks = Walk(getattr_static(cls, "forward"), cls), Walk(*chain.from_iterable(map(dict.values, own)))
+        sources = [source for walk in walks for source in walk.sources]
         functions = chain.from_iterable(walk.functions for walk in walks)
         names = chain.from_iterable(names_in(function.__code__) for function in functions)
-        reach = _of_classes[cls] = Reach([*generators], frozenset(names))
+        reach = _of_classes[cls] = Reach(sources, frozenset(names))
     return reach
