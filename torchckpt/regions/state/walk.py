@@ -96,7 +96,8 @@ class Walk:
             for name in names:
                 if name in space:
                     value = space[name]
-                    if value is None or as_generator(value) is not None:  # another may come there
+                    may_come = value is None and not isinstance(owner, type)  # classes have many a default of None
+                    if may_come or as_generator(value) is not None:  # another may come there
                         self.sources.append(partial(_named, ReferenceType(owner), name))
                     else:
                         self._next.append(value)
