@@ -53,10 +53,10 @@ class PipelinePlan(PlanFigures, Drawn):
         blocks = "block" if self.same_recomputed.blocks == 1 else f"{self.same_recomputed.blocks} blocks"
         return f"{step}; recomputing all {every}, the same {blocks} on every stage {same}"
 
-    def by_stage(self) -> str:
+    def by_stage(self, units: Units | None = None) -> str:
         """A table of what each stage recomputes. The choices are its last column, as they may be long; a legend
-        follows."""
-        units = self.units
+        follows. Default: in the units of the plan."""
+        units = units or self.units
         rows = [("stage", "rank", "blocks", "bytes", "recomputed", "seconds")]
         names = "/".join(state.value for state in self.states)
         texts = [names]
