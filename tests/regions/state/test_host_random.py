@@ -180,6 +180,22 @@ def test_what_draws_from_nothing_holds_no_state():
     assert [sum(each) for each in of_host] == [0, 1]
 
 
+@pytest.mark.parametrize("kind", ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"])
+@pytest.mark.parametrize("of", [numpy.random.Generator, numpy.random.RandomState, lambda bits: bits])
+def test_states_of_numpy_are_put_back(kind, of):
+    source = of(getattr(numpy.random, kind)(1))
+    draw = getattr(source, "standard_normal", None) or (lambda: source.random_raw())
+    generator, states, drawn = as_generator(source), [], []
+    for _ in range(3):
+        states.append(generator.get_state())
+        drawn.append(draw())
+    assert states[0] != states[1]
+    for state, number in zip(states[::-1], drawn[::-1]):
+        generator.set_state(state)
+        assert generator.get_state() == state
+        assert draw() == number
+
+
 def test_generators_without_a_state_and_strangers_are_left_out():
     assert as_generator(random) is None
     assert as_generator(OF_TORCH) is OF_TORCH

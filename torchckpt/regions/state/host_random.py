@@ -1,7 +1,6 @@
 """Host random: generators of Python and of NumPy, from which a region may draw as from torch's."""
 from __future__ import annotations
 
-import pickle
 import random
 import sys
 from collections.abc import Iterable
@@ -39,7 +38,7 @@ class HostGenerator:
                 return source.getstate()
             except NotImplementedError:
                 return None
-        return pickle.dumps(source.get_state(legacy=False) if hasattr(source, "get_state") else _bits(source).state)
+        return _comparable(source.get_state(legacy=False) if hasattr(source, "get_state") else _bits(source).state)
 
     def set_state(self, state: Any, /) -> None:
         source = self._source
@@ -47,13 +46,20 @@ class HostGenerator:
             if state is not None:
                 source.setstate(state)
         elif hasattr(source, "set_state"):
-            source.set_state(pickle.loads(state))
+            source.set_state(state)
         else:
-            _bits(source).state = pickle.loads(state)
+            _bits(source).state = state
 
 
 def _bits(source: Any) -> Any:
     return getattr(source, "bit_generator", source)
+
+
+def _comparable(state: Any) -> Any:
+    """A state of NumPy, with lists in place of arrays, which are not compared as a whole."""
+    if isinstance(state, dict):
+        return {name: _comparable(value) for name, value in state.items()}
+    return state.tolist() if hasattr(state, "tolist") else state
 
 
 def as_generator(value: Any) -> Generator | None:
