@@ -24,9 +24,8 @@ from torchckpt.regions.live import LiveStorages
 from torchckpt.regions.private import newest_node, number_of
 from torchckpt.regions.state.ambient import Generator, generators_of, random_state, restore_states
 from torchckpt.regions.state.boundary import generators_among
-from torchckpt.regions.state.host_random import generators_in
+from torchckpt.regions.state.layout import Layout
 from torchckpt.regions.state.reached import reached_by
-from torchckpt.regions.state.walk import reach_of
 from torchckpt.tensors import inner_tensors, nodes_behind, tensors_in
 from torchckpt.typing import Function
 
@@ -235,9 +234,7 @@ def _generators_of(function: Function, modules: Iterable[nn.Module], arguments: 
     given = tree_leaves((arguments, bound))
     reached, named = reached_by(function)
     owners = filter(is_module, (module_of(function), *modules, *given, *reached))
-    inside = [inner for owner in owners for inner in owner.modules()]
-    of_classes = [source() for cls in {*map(type, inside)} for source in reach_of(cls).sources]
-    return [*generators_among([*given, *inside]), *named, *generators_in(of_classes)]
+    return [*generators_among(given), *named, *Layout([*owners]).generators()]
 
 
 def _ones_like(output: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from torchckpt.typing import Function
 
 __all__ = ["DYNAMO", "compilations", "is_settled", "reached_by", "reaches_nothing", "runs_compiled_code", "settle"]
 
+
 def reached_by(function: Function) -> tuple[list[nn.Module], list[Generator]]:
     """The modules and generators that ``function`` reaches otherwise than as its own: as a method of one, by naming
     them, or by those that a partial gives it. None of the modules is inside of another."""

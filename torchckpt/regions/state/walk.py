@@ -43,7 +43,7 @@ class Walk:
         self._spaces: list[tuple[Any, Mapping[str, Any]]] = []
         self._next: list[Any] = [*roots]
         seen: set[int] = set()
-        kinds = (*kinds_of_host(), torch.Generator, BuiltinFunctionType, MethodType)
+        self._kinds = (*kinds_of_host(), torch.Generator, BuiltinFunctionType, MethodType)
         for value in self._next:  # which grows meanwhile
             kind = type(value)
             if kind in _LEAVES or id(value) in seen:
@@ -62,7 +62,7 @@ class Walk:
                 self._next.extend(value.__bases__ if is_class else ())
                 if is_class and not issubclass(value, nn.Module):  # whose own reach is known by their classes
                     self._next.extend(map(vars(value).get, _CALLED))
-            elif issubclass(kind, kinds) and as_generator(value) is not None:
+            elif self._gives(value):
                 self.sources.append(partial(_same, value))
             elif issubclass(kind, ReferenceType):
                 self._next.append(value())
@@ -97,10 +97,14 @@ class Walk:
                 if name in space:
                     value = space[name]
                     may_come = value is None and not isinstance(owner, type)  # classes have many a default of None
-                    if may_come or as_generator(value) is not None:  # another may come there
+                    if may_come or self._gives(value):  # another may come there
                         self.sources.append(partial(_named, ReferenceType(owner), name))
                     else:
                         self._next.append(value)
+
+    def _gives(self, value: Any) -> bool:
+        """Whether ``value`` is a generator, or a method of one. Of most the class alone is asked, which is fast."""
+        return issubclass(type(value), self._kinds) and as_generator(value) is not None
 
 
 _NUMBERS = (type(None), bool, int, float, complex, str, bytes)
@@ -151,8 +155,8 @@ def reach_of(cls: type[nn.Module]) -> Reach:
     """What the methods of ``cls`` reach, ``forward`` first: those of a large class reach too much."""
     reach = _of_classes.get(cls)
     if reach is None:
-        own = [dict(vars(base)) for base in cls.__mro__ if not issubclass(nn.Module, base)]
-        walks = Walk(getattr_static(cls, "forward"), cls), Walk(*chain.from_iterable(map(dict.values, own)))
+        own = chain.from_iterable(vars(base).values() for base in cls.__mro__ if not issubclass(nn.Module, base))
+        walks = Walk(getattr_static(cls, "forward"), cls), Walk(*own)
         sources = [source for walk in walks for source in walk.sources]
         functions = chain.from_iterable(walk.functions for walk in walks)
         names = chain.from_iterable(names_in(function.__code__) for function in functions)
