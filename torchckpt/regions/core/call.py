@@ -23,6 +23,7 @@ from torchckpt.regions.private import is_of_newest_node, pop_hooks, push_hooks, 
 from torchckpt.regions.state import norms
 from torchckpt.regions.state.ambient import (
     Ambient,
+    Draws,
     Generator,
     RandomState,
     changing,
@@ -69,6 +70,7 @@ class Call:
         if self._boundary.spec is not None and (iterators := self._boundary.iterators()):
             _refuse(iterators[0])
         self._contexts: _Contexts | None = None if options.context_fn is None else _contexts(options.context_fn)
+        self._draws: Draws | None = None
         self._entry: SyncPoint | None = None
         self.module_state: ModuleState | None = None
         self.named: Sequence[Generator] = ()
@@ -125,6 +127,9 @@ class Call:
             if self.devices:
                 self._entry = SyncPoint(self.devices)  # when inputs and copies of buffers are ready
             random = self._random_state(module_state, generators) if self._options.preserve_rng_state else []
+            if self._contexts is not None and random:
+                self._draws = Draws([each for each in random if type(each[0]) is not HostGenerator])
+                function = inside(self._contexts[0], self._draws.under(self.function, is_replay=False))
             ambient.append((settings(), random))
             if module_state is not None and (layers := module_state.layout.norm_layers()):
                 # Compiled code may save what it makes of the buffers.
@@ -193,7 +198,9 @@ class Call:
         if self._entry is not None:
             state = () if self.module_state is None else self.module_state.tensors()
             self._entry.wait_before_using([*tensors, *state])
-        function = self.function if self._contexts is None else inside(self._take_context(), self.function)
+        function = self.function if self._draws is None else self._draws.under(self.function, is_replay=True)
+        if self._contexts is not None:
+            function = inside(self._take_context(), function)
         if self._ran is None and self.module_state is not None:  # the forward runs a backward itself
             self.module_state.note_changes(has_ended=False)
         substitutes = None if self.module_state is None else self.module_state.substitutes(self.function)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -28,6 +29,7 @@ from torchckpt.regions.private import (
     DispatchMode,
     allow_kernels,
     autocast_is_on,
+    caching_mode,
     compiler_stance,
     dispatch_modes_are_active,
     kernels_allowed,
@@ -36,11 +38,13 @@ from torchckpt.regions.private import (
     torch_functions_are_seen,
     use_stance,
     with_torch_functions,
+    without_selective_modes,
 )
 from torchckpt.tensors import tensors_in
+from torchckpt.typing import Function
 
 __all__ = [
-    "Ambient", "Generator", "RandomState", "Settings", "changing", "differ_in_process", "drawn_since",
+    "Ambient", "Draws", "Generator", "RandomState", "Settings", "changing", "differ_in_process", "drawn_since",
     "generators_of", "is_made_here", "random_state", "restore_states", "set_states", "settings", "use_settings",
     "use_settings_of_process",
 ]
@@ -235,3 +239,55 @@ def restore_states(then: RandomState) -> None:
     """Set every generator of ``then`` to its state."""
     for generator, state in reversed(then):  # two may share their state, as two of NumPy on one bit generator
         generator.set_state(state)
+
+
+class Draws(DispatchMode, caching_mode):  # so that `keep` takes it for what it belongs to
+    """Where the operators of a forward leave the generators, so that those of its replay leave them there, too.
+
+    Selective contexts keep the result of an operator, and do not run it again. What it has drawn is not drawn then, and
+    all numbers behind it would be others.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, random: RandomState) -> None:
+        super().__init__(None, {})
+        self._random = random
+        self._left: list[RandomState] = []
+        self._replayed: int | None = None
+
+    def under(self, function: Function, is_replay: bool) -> Function:
+        """``function``, at whose operators this looks where it is called under more modes than there are now."""
+        modes = dispatch_modes_are_active()
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if dispatch_modes_are_active() == modes:
+                return function(*args, **kwargs)
+            self._replayed = 0 if is_replay else None
+            with self:
+                return function(*args, **kwargs)
+
+        return run
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if _may_draw(func):
+            with without_selective_modes():
+                self._look()
+        return result
+
+    def _look(self) -> None:
+        if self._replayed is None:
+            drawn = [generator for generator, _ in drawn_since(self._random)]
+            self._left.append(random_state(drawn))
+            self._random = random_state(generator for generator, _ in self._random)
+        elif self._replayed < len(self._left):
+            restore_states(self._left[self._replayed])
+            self._replayed += 1
+
+
+@lru_cache(maxsize=1024)
+def _may_draw(operator: Any) -> bool:
+    """Whether an operator says that it draws, or is none of torch's own, which may not say it."""
+    is_of_torch = getattr(operator, "namespace", None) in ("aten", "prim", "prims")
+    return not is_of_torch or torch.Tag.nondeterministic_seeded in operator.tags
