@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchckpt.errors import CheckpointError
 from torchckpt.features import TESTED
-from torchckpt.tensors import runs_when_accumulated
+from torchckpt.tensors import runs_when_accumulated, tensors_in
 
 __all__ = [
     "OVERLAP", "Live", "LiveStage", "TorchAction", "TorchDispatchMode", "TorchKind", "TorchRuntime", "drop_handed",
@@ -134,7 +134,7 @@ def split_at(stage: LiveStage, micro_batch: int, losses: Sequence[Any]) -> tuple
         outputs, inputs = state.stage_output_for_backward(), state.input_values
     else:
         outputs, inputs = stage.fwd_cache[micro_batch]
-    roots = losses[micro_batch : micro_batch + 1] if stage.is_last else outputs
+    roots = tensors_in(losses[micro_batch]) if stage.is_last else outputs  # a loss may be several
     return [getattr(root, "node", root) for root in roots], inputs[: len(stage.args_recv_info[micro_batch])]
 
 

@@ -194,6 +194,9 @@ class Runtime(TorchRuntime):
 
         def backward(bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **kwargs: Any) -> Any:
             action = Action(index, Kind.BACKWARD if full_backward else Kind.INPUT_GRAD, bwd_chunk_id)
+            split = action._replace(kind=Kind.INPUT_GRAD)
+            if full_backward and isinstance(loss, (tuple, list)) and split in self._plain_schedule.ranks[self.rank]:
+                loss = sum(loss)  # torch's split backwards go through each of several (2.13), whole ones through none
             gradients = computed(action, plain[1], bwd_chunk_id, loss=loss, full_backward=full_backward, **kwargs)
             _let_go(stage, places.pop(bwd_chunk_id, None))
             return gradients

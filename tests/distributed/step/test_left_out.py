@@ -9,8 +9,11 @@ import torch
 from torch import nn
 
 from tests.distributed.stages import (
+    ROWS,
+    SIZE,
     Blocks,
     batch,
+    equal,
     gradients_of,
     loss_of,
     not_on_old_stages,
@@ -134,6 +137,24 @@ def test_a_leaf_that_is_made_in_the_forward_is_nobodys(mode):
             return super().forward(x + torch.zeros(1, requires_grad=True))
 
     assert texts_of(WithDummy, mode)[0] == []
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_each_of_several_losses_counts(mode):
+    """Also where a plan does a backward whole, of which torch leaves out all of them."""
+    found, example = [], torch.empty(ROWS, SIZE, requires_grad=True)
+    for each in (None, mode):
+        stages = stages_of(NAME, Blocks, input_args=example, output_args=example)
+        schedule = schedule_on(stages, NAME, M, lambda *both: (loss_of(*both), both[0].abs().mean()))
+        schedule = schedule if each is None else recompute_ahead(schedule, **each)
+        found.append([])
+        for number in range(STEPS):
+            torch.manual_seed(number)
+            schedule.step(batch(M)[0], target=batch(M)[1])
+            found[-1] += gradients_of(stages)
+            for stage in stages:
+                stage.submod.zero_grad()
+    assert equal(found[1], found[0])
 
 
 def test_a_backward_of_the_callers_own_is_no_split_one():

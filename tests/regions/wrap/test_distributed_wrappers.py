@@ -4,6 +4,7 @@ from __future__ import annotations
 import functools
 import traceback
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.distributed.ranks import on_ranks
+from tests.distributed.stages import equal
 from tests.helpers import plain
 from tests.settings import with_gloo
 from torchckpt import checkpoint, checkpoint_module, keep
@@ -45,6 +47,21 @@ class Forgetful(Block):
     def forward(self, x):
         self.calls += 1
         return super().forward(x * self.calls)
+
+
+class Averages(nn.Module):
+    """Has an average that it uses, and a BatchNorm: DDP sends their buffers from rank 0 to the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.register_buffer("average", torch.zeros(8))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.average.mul_(0.5).add_(x.mean(0))
+        return self.norm(self.linear(x) * self.average.clone()).tanh()
 
 
 class Model(nn.Module):
@@ -143,6 +160,21 @@ def local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def accumulate(early_stop):
+    """Losses, gradients and buffers of a DDP that is inside of a region, or of none. Each second step is sent."""
+    model = ddp(Averages())
+    if early_stop is not None:
+        checkpoint_module(model, early_stop=early_stop)
+    seen = []
+    for step in range(5):
+        torch.manual_seed(100 * step + dist.get_rank())
+        with nullcontext() if step % 2 else model.no_sync():
+            loss = model(torch.randn(4, 8)).square().mean()
+        loss.backward()
+        seen += [loss.detach(), *(x.grad.clone() for x in model.parameters()), *(b.clone() for b in model.buffers())]
+    return seen
+
+
 CASES = {
     "ddp": (ddp, True),
     "ddp find_unused_parameters": (functools.partial(ddp, find_unused_parameters=True), False),
@@ -214,7 +246,8 @@ def flat_reports():
 
 
 def work(rank: int):
-    return {**reports(), "fsdp1": flat_reports(), "forgetful": error_of_a_forgetful_block()}
+    sent = [accumulate(early_stop) for early_stop in (None, True, False)]
+    return {**reports(), "sent": sent, "fsdp1": flat_reports(), "forgetful": error_of_a_forgetful_block()}
 
 
 # what is held of it ---------------------------------------------------------------------------------------------------
@@ -231,6 +264,11 @@ def reported(tmp_path_factory):
 def test_wrapper_with_checkpointing_is_the_wrapper_without(reported, case, way):
     for report in reported:
         assert report[case, way] == {"equal": True, "hooks fired": True, "recomputes per step and region": 1}
+
+
+def test_replays_send_what_their_forwards_have_sent_and_prepare_no_reduction(reported):
+    for expected, *others in (report["sent"] for report in reported):
+        assert all(map(equal, others, [expected] * 2))
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])

@@ -28,6 +28,8 @@ __all__ = [
 
 _NUMBERS = (bool, int, float, complex)
 _OF_EVERY_MODULE = OF_EVERY_MODULE | {"training"}
+_SYNC = "require_forward_param_sync"
+"""Whether the next forward of a DistributedDataParallel sends buffers. A replay sends what its forward has sent."""
 
 Key: TypeAlias = tuple[int, str]
 """A buffer: the index of its module in the layout, and its name in that module."""
@@ -122,6 +124,7 @@ class Layout:
         reach = {cls: reach_of(cls) for cls in {*map(type, modules)}}
         # Code of others names their statistics, as where a convolution and a BatchNorm are trained as one.
         readers = {cls for cls in reach if not (issubclass(cls, norm_layer) or reach[cls].names.isdisjoint(STATISTICS))}
+        readers |= {cls for cls in reach if issubclass(cls, nn.parallel.DistributedDataParallel)}  # which sends buffers
         read = {id(inner) for module in modules if norms and type(module) in readers for inner in module.modules()}
         self.norms = {place: weakref.ref(norm) for place, norm in norms if id(norm) not in read}
         others = [buffers for place, buffers in enumerate(self._buffers) if place not in self.norms]
@@ -132,9 +135,11 @@ class Layout:
         self._attributes = [(place, name) for place, names in named for name in names]
         numbers = enumerate(map(_numbers_of, modules), start=len(modules))
         self._numbers = [(place, name) for place, names in numbers for name in names]
+        self._replicas = [vars(module) for module in modules if isinstance(module, nn.parallel.DistributedDataParallel)]
         self._flags = [(of, "training") for of in self.dicts] + [(self.dict_of(key), key[1]) for key in self._numbers]
-        self.is_simple = not self.norms and not self._attributes
-        """Whether ``tables`` has every tensor: there are no norm layers, and no tensors that are plain attributes."""
+        self._flags += [(of, _SYNC) for of in self._replicas]
+        self.is_simple = not (self.norms or self._attributes or self._replicas)
+        """Whether ``tables`` has all: there are no norm layers, no tensors that are plain attributes, and no DDP."""
         self.is_lazy = any(is_lazy(value) for value in values_of([*self.parameters, *self._buffers]))
         """Whether a parameter or buffer has no shape yet: the first call gives it one."""
         self._asking = {place for place, m in enumerate(modules) if "is_recomputing" in reach[type(m)].names}
@@ -191,9 +196,11 @@ class Layout:
         """The attributes to put back so that ``flags()`` is as it was. A number that is another number stays: functions
         count."""
         for (attributes, name), value, now_is in zip(self._flags, then, now):
-            is_mode = name == "training"
-            if now_is is not value and (is_mode or (isinstance(now_is, Tensor) and not isinstance(value, Tensor))):
+            is_mode, is_tensor = name == "training", isinstance(now_is, Tensor) and not isinstance(value, Tensor)
+            if (now_is is not value and (is_mode or is_tensor)) or name == _SYNC:  # which a replay sets, too
                 yield attributes, name, value
+        for attributes in self._replicas:
+            yield attributes, "require_backward_grad_sync", False  # a forward with it prepares a reduction
 
     def parameters_of(self, values: list[Any]) -> dict[Key, nn.Parameter | None] | None:
         """The parameters among ``values`` of the tables; None if they are not as many as there are now."""
