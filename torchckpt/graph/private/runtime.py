@@ -12,8 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = [
     "BATCH_NORM", "BATCH_NORM_AGAIN", "BATCH_NORM_BACKWARD", "BATCH_NORM_BY_STATISTICS", "FUSED_LSTM", "allocations",
-    "argument_of", "branches_of", "has_effect", "hooks_of_all_modules", "is_backward", "is_branching", "is_check",
-    "is_collective", "is_flattened", "is_mutable", "is_random", "is_traced_by_others", "is_transformed",
+    "argument_of", "branches_of", "call_with", "has_effect", "hooks_of_all_modules", "is_backward", "is_branching",
+    "is_check", "is_collective", "is_flattened", "is_mutable", "is_random", "is_traced_by_others", "is_transformed",
     "note_branches", "operating", "parts_of", "storage_number", "without_modes",
 ]
 
@@ -124,6 +124,14 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
     if tensor.layout == torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     return [tensor] if tensor.layout == torch.strided else []
+
+
+def call_with(module: nn.Module, state: dict[str, Tensor], args: tuple[Any, ...], kwargs: Any = None) -> Any:
+    """Call ``module`` with ``state`` in place of its parameters and buffers. In it, parameters are still instances of
+    ``nn.Parameter``."""
+    for name, _ in module.named_parameters():
+        state[name]._is_param = True
+    return torch.func.functional_call(module, state, args, kwargs)
 
 
 def is_transformed() -> bool:
