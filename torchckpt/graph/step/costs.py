@@ -22,6 +22,7 @@ from torchckpt.graph.private.runtime import (
     is_collective,
     is_mutable,
     parts_of,
+    signed,
     storage_number,
     without_modes,
 )
@@ -292,9 +293,7 @@ def _drawn(like: Tensor, whole: int) -> Tensor:
     storage = torch.full((size,), whole, dtype=torch.uint8 if is_tiny else like.dtype, device=like.device)
     if storage.is_floating_point():
         storage.uniform_()
-    made = storage.view(like.dtype).as_strided(like.shape, like.stride())
-    made = made.conj() if like.is_conj() else made  # of which a kernel may make a copy
-    return torch._neg_view(made) if like.is_neg() else made
+    return signed(storage.view(like.dtype).as_strided(like.shape, like.stride()), like)
 
 
 def _may_be_ones(node: fx.Node) -> bool:
