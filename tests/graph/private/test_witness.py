@@ -1,6 +1,7 @@
 """What a forward leaves of its trace anywhere: an error, for it has no data."""
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 from types import SimpleNamespace
@@ -114,3 +115,34 @@ def test_recurrent_layers_have_their_weights_after_gradient(layer):
     loss, gradients = graph.gradient(model, x, require_grads=[name for name, _ in model.named_parameters()])(x)
     assert_equal(gradients, expected)
     assert torch.equal(model(x), loss)
+
+
+class Limited(nn.Linear):
+    """Its weight is limited at each call, past autograd."""
+
+    def __init__(self, limit):
+        super().__init__(4, 4)
+        self.limit = limit
+
+    def forward(self, x):
+        self.limit(self.weight)
+        return super().forward(x).sin().sum()
+
+
+def test_other_data_in_a_weight_is_refused_and_new_values_are_not():
+    def limit(weight):
+        weight.data = torch.renorm(weight.data, 2, 0, 0.1)
+
+    for call in (graph.rematerialize, graph.gradient):
+        with pytest.raises(CaptureError, match="gives a parameter or a buffer other data"):
+            call(Limited(limit), torch.ones(2, 4))
+    model = Limited(lambda weight: weight.data.copy_(torch.renorm(weight.data, 2, 0, 0.1)))
+    twin = copy.deepcopy(model)
+    results = [call(torch.ones(2, 4)) for call in (twin, graph.rematerialize(model))]
+    assert_equal((results[1], model.weight), (results[0], twin.weight))
+
+
+def test_backward_in_a_forward_is_refused():
+    model = Limited(lambda weight: weight.square().sum().backward())
+    with pytest.raises(CaptureError, match="the call runs a backward"):
+        graph.rematerialize(model, torch.ones(2, 4))

@@ -1,6 +1,7 @@
 """What a forward depends on, changed after the trace, and outputs whose elements share memory."""
 from __future__ import annotations
 
+import copy
 import functools
 from dataclasses import dataclass
 
@@ -128,3 +129,42 @@ def test_gradients_of_outputs_whose_elements_share_memory(view) -> None:
         return model.layer.weight.grad.clone()
 
     assert torch.equal(gradient(model), gradient(graph.rematerialize(model, x)))
+
+
+class State(nn.Linear):
+    """It replaces a buffer by a value with a history."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("state", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state = self.state * 0.5 + super().forward(x).mean(0)
+        return x * self.state
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_gradients_through_a_buffer_from_call_to_call() -> None:
+    torch.manual_seed(0)
+    model = State()
+    twin = copy.deepcopy(model)
+    results = []
+    for module, call in ((twin, twin), (model, graph.rematerialize(model))):
+        outputs = [call(torch.full((2, 4), value)) for value in (1.0, 2.0)]
+        (outputs[1].sum() + module.state.sin().sum()).backward()
+        results.append((outputs, module.state, module.weight.grad))
+    torch.testing.assert_close(results[1], results[0])
+    assert model.state.requires_grad
+
+
+class Asking(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        are_parameters = isinstance(self.weight, nn.Parameter), isinstance(x, nn.Parameter)
+        return super().forward(x).sum() * (1.0 if are_parameters == (True, False) else 2.0)
+
+
+def test_parameters_are_parameters_in_a_trace() -> None:
+    model, x = Asking(4, 4), torch.ones(2, 4)
+    loss, _ = graph.gradient(model, x)(x)
+    assert torch.equal(model(x), graph.rematerialize(model)(x))
+    assert torch.equal(model(x), loss)

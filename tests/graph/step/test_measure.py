@@ -41,6 +41,13 @@ def test_product_of_a_matrix_with_gaps_copies_it():
     assert Measure().of(node_of(aten.sin.default, gaps)).workspace_bytes == 0
 
 
+def test_product_of_a_conjugate_or_negative_view_copies_it():
+    measure, z, x = Measure(), torch.empty(500, 500, dtype=torch.complex64), torch.empty(500, 500)
+    assert [measure.of(node_of(aten.mm.default, z, y)).workspace_bytes for y in (z, z.conj())] == [0, 500 * 500 * 8]
+    negative = torch._neg_view(x)
+    assert [measure.of(node_of(aten.mm.default, x, y)).workspace_bytes for y in (x, negative)] == [0, 500 * 500 * 4]
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_an_operation_that_reads_fp8_which_torch_draws_no_numbers_of(dtype):

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from torchckpt.errors import CaptureError, Fault, brief, check
 from torchckpt.features import GRAPH
 from torchckpt.graph.annotations import Tracing, mark_of, named_modules
-from torchckpt.graph.private.runtime import is_backward
+from torchckpt.graph.private.runtime import call_with, is_backward
 from torchckpt.graph.private.surroundings import without_autocast
 from torchckpt.graph.private.trace import backward_of, functional, require
 from torchckpt.graph.progress import Watch
@@ -115,9 +115,9 @@ class Primal:
             return self._function(*inputs)
         with named_modules(self._function):
             if not isinstance(self._function, fx.GraphModule):
-                return torch.func.functional_call(self._function, state, tuple(inputs))
+                return call_with(self._function, state, tuple(inputs))
             within = {f"module.{name}": tensor for name, tensor in state.items()}
-            return torch.func.functional_call(_Interpreted(self._function, marks), within, tuple(inputs))
+            return call_with(_Interpreted(self._function, marks), within, tuple(inputs))
 
 
 class _Interpreted(nn.Module):

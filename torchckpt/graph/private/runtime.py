@@ -12,9 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = [
     "BATCH_NORM", "BATCH_NORM_AGAIN", "BATCH_NORM_BACKWARD", "BATCH_NORM_BY_STATISTICS", "FUSED_LSTM", "allocations",
-    "argument_of", "branches_of", "has_effect", "hooks_of_all_modules", "is_backward", "is_branching", "is_check",
-    "is_collective", "is_flattened", "is_mutable", "is_random", "is_traced_by_others", "is_transformed",
-    "note_branches", "operating", "parts_of", "storage_number", "without_modes",
+    "argument_of", "branches_of", "call_with", "has_effect", "hooks_of_all_modules", "is_backward", "is_branching",
+    "is_check", "is_collective", "is_flattened", "is_mutable", "is_random", "is_traced_by_others", "is_transformed",
+    "note_branches", "operating", "parts_of", "signed", "storage_number", "without_modes",
 ]
 
 BATCH_NORM: Any = torch.ops.aten._native_batch_norm_legit_functional.default
@@ -124,6 +124,20 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
     if tensor.layout == torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     return [tensor] if tensor.layout == torch.strided else []
+
+
+def signed(tensor: Tensor, like: Tensor) -> Tensor:
+    """``tensor`` as a conjugate or a negative view, where ``like`` is one: a kernel may make a copy of such a view."""
+    tensor = tensor.conj() if like.is_conj() else tensor
+    return torch._neg_view(tensor) if like.is_neg() else tensor
+
+
+def call_with(module: nn.Module, state: dict[str, Tensor], args: tuple[Any, ...], kwargs: Any = None) -> Any:
+    """Call ``module`` with ``state`` in place of its parameters and buffers. In it, parameters are still instances of
+    ``nn.Parameter``."""
+    for name, _ in module.named_parameters():
+        state[name]._is_param = True
+    return torch.func.functional_call(module, state, args, kwargs)
 
 
 def is_transformed() -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchckpt.errors import CaptureError, Fault
-from torchckpt.graph.private.runtime import is_random, operating
+from torchckpt.graph.private.runtime import is_random, operating, storage_number
 from torchckpt.graph.private.surroundings import casting_once
 from torchckpt.tensors import tensors_in
 
@@ -43,7 +43,7 @@ class Witness:
         """Run a forward on ``tensors``, those of its trace, inside this context. They are recorded, too.
 
         Raises:
-            CaptureError: the forward drew random numbers that a trace would freeze.
+            CaptureError: the forward drew random numbers that a trace would freeze, or did what it does not record.
         """
         generators = _Generators()
 
@@ -56,8 +56,10 @@ class Witness:
 
         self._saw(list(tensors), "an input, a parameter or a buffer")
         casting = casting_once(tensors, self._are_leaves, self._casts_are_kept)
+        storages = list(map(storage_number, tensors))
         with casting, generators.watching(), operating(run):
             yield
+        _refuse_unseen(tensors, storages)
 
     def refuse_left(self) -> None:
         """Raise a CaptureError if an object still holds a recorded tensor. Such a tensor has no data to use."""
@@ -91,6 +93,17 @@ def _holders(tensor: Tensor) -> list[Any]:
 def _has_holder(value: Any, beside: list[Any]) -> bool:
     holders = gc.get_referrers(value)
     return any(holder is not beside and not isinstance(holder, _NO_HOLDERS) for holder in holders)
+
+
+def _refuse_unseen(tensors: Sequence[Tensor], storages: list[int]) -> None:
+    """Raise a CaptureError if a forward did to one of ``tensors`` what a trace does not record."""
+    if storages != list(map(storage_number, tensors)):
+        rule = "the call gives a parameter or a buffer other data, which its trace would not read"
+        raise CaptureError(str(Fault(rule, "self.weight.data = value", "self.weight.data.copy_(value)")))
+    if any(tensor.is_leaf and tensor.grad is not None for tensor in tensors):
+        rule = "the call runs a backward, whose gradients would be added in the trace alone"
+        works = "torch.autograd.grad(loss, tensors); or the backward outside of the call"
+        raise CaptureError(str(Fault(rule, "loss.backward() in a forward", works)))
 
 
 class _Generators:

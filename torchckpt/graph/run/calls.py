@@ -25,7 +25,7 @@ from torchckpt.errors import (
 from torchckpt.graph.annotations import is_tracing, named_modules
 from torchckpt.graph.planner import GraphPlanner
 from torchckpt.graph.private.dynamo import compile_lock, compiling_whole, recompile_limit_hit
-from torchckpt.graph.private.runtime import is_traced_by_others, is_transformed
+from torchckpt.graph.private.runtime import call_with, is_traced_by_others, is_transformed
 from torchckpt.graph.progress import log, log_unread, stopwatch
 from torchckpt.graph.run.backend import Backend
 from torchckpt.graph.step.halves import Halves, Unread, narrowed
@@ -301,7 +301,7 @@ class Call:
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
         replaced: dict[str, Tensor] = {}
         with named_modules(self._run, lambda: replaced.update(_replaced(self._run, state))):
-            return torch.func.functional_call(self._run, state, args, kwargs), replaced
+            return call_with(self._run, state, args, kwargs), replaced
 
 
 class CompiledCall:
@@ -346,7 +346,7 @@ def _replaced(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor
             rule = "the forward replaces a buffer by one of another shape or dtype"
             received = f"{name}: {tuple(before.shape)} became {tuple(buffer.shape)}"
             raise CaptureError(str(Fault(rule, received, f"self.{name}.copy_(value)")))
-    return {name: buffer.detach() for name, buffer in now.items()}
+    return now
 
 
 def _state_of(model: nn.Module) -> dict[str, Tensor]:

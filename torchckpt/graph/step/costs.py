@@ -22,6 +22,7 @@ from torchckpt.graph.private.runtime import (
     is_collective,
     is_mutable,
     parts_of,
+    signed,
     storage_number,
     without_modes,
 )
@@ -227,7 +228,8 @@ def _kinds(value: Any) -> str:
 def _kind(tensor: Tensor) -> Hashable:
     if tensor.layout != torch.strided:
         return tuple(tensor.shape), tensor.dtype, tensor.device
-    return tuple(tensor.shape), tensor.stride(), tensor.untyped_storage().nbytes(), tensor.dtype, tensor.device
+    signs = tensor.is_conj(), tensor.is_neg()
+    return tuple(tensor.shape), tensor.stride(), tensor.untyped_storage().nbytes(), tensor.dtype, tensor.device, signs
 
 
 # made-up values -------------------------------------------------------------------------------------------------------
@@ -291,7 +293,7 @@ def _drawn(like: Tensor, whole: int) -> Tensor:
     storage = torch.full((size,), whole, dtype=torch.uint8 if is_tiny else like.dtype, device=like.device)
     if storage.is_floating_point():
         storage.uniform_()
-    return storage.view(like.dtype).as_strided(like.shape, like.stride())
+    return signed(storage.view(like.dtype).as_strided(like.shape, like.stride()), like)
 
 
 def _may_be_ones(node: fx.Node) -> bool:
