@@ -91,6 +91,11 @@ def test_numbers_drawn_behind_a_draw_that_is_saved(call, device, ops):
     assert_transparent(selective, Drawing(), leaf(3, 4, device=device))
 
 
+def test_their_values_are_those_of_the_forward(device):
+    selective = functools.partial(checkpoint, context_fn=saving(*SAVED_DRAWS), determinism_check="values")
+    assert_transparent(selective, Drawing(), leaf(3, 4, device=device))
+
+
 class Keeps(TorchDispatchMode):
     """A context of the user's own: the first of two keeps what an operator returns, the second hands it out."""
 

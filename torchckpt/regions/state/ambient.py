@@ -261,7 +261,7 @@ class Draws(DispatchMode, caching_mode):  # so that `keep` takes it for what it 
         modes = dispatch_modes_are_active()
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if dispatch_modes_are_active() == modes:
+            if dispatch_modes_are_active() == modes or (is_replay and not self._left):
                 return function(*args, **kwargs)
             self._replayed = 0 if is_replay else None
             with self:
@@ -279,8 +279,8 @@ class Draws(DispatchMode, caching_mode):  # so that `keep` takes it for what it 
     def _look(self) -> None:
         if self._replayed is None:
             drawn = [generator for generator, _ in drawn_since(self._random)]
-            self._left.append(random_state(drawn))
             self._random = random_state(generator for generator, _ in self._random)
+            self._left.append([each for each in self._random if each[0] in drawn])
         elif self._replayed < len(self._left):
             restore_states(self._left[self._replayed])
             self._replayed += 1
