@@ -6,12 +6,17 @@ from typing import Any
 
 import pytest
 
-__all__ = ["selected", "slow", "slow_but"]
+__all__ = ["rarely", "selected", "slow", "slow_but"]
 
 
 def slow(values: Iterable[Any]) -> list[Any]:
     """Parameters with the mark, one for each of ``values``."""
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+def rarely(rare: Collection[Any], values: Iterable[Any]) -> list[Any]:
+    """Parameters, of which those in ``rare`` have the mark."""
+    return [pytest.param(value, marks=pytest.mark.slow if value in rare else ()) for value in values]
 
 
 def slow_but(quick: Collection[tuple[Any, ...]], cases: Iterable[tuple[Any, ...]]) -> list[Any]:

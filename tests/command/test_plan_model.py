@@ -163,7 +163,8 @@ STATES = [
 
 
 @pytest.mark.parametrize(
-    ("target", "options", "state"), slow_but(STATES, [(*one[:2], size) for one in STATES for size in ("8", "4")])
+    ("target", "options", "state"),
+    slow_but([*STATES[:3], STATES[4]], [(*one[:2], size) for one in STATES for size in ("8", "4")]),
 )
 def test_the_device_memory_that_an_error_names_is_enough(capsys, target, options, state):
     call = ("plan", target, *H100, "--microbatches", "4", *options, "--optimizer-bytes", state)

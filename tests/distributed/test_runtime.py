@@ -30,6 +30,7 @@ from tests.distributed.stages import (
     stages_of,
     step,
 )
+from tests.slow import slow_but
 from torchckpt import checkpoint
 from torchckpt.distributed import recompute_ahead, runtime
 from torchckpt.testing import count_recomputes
@@ -184,10 +185,12 @@ def gradients_of_a_step(schedule, stages, m):
     return [*step(schedule, stages, *batch(m)), *(each.full_tensor() for each in gradients_of(stages))]
 
 
+SHARDED = [(OfFunctions, True), (OfFunctions, False), (Compiled, True), (Compiled, False)]
+
+
 @pytest.mark.usefixtures("alone", "fresh_dynamo")
 @pytest.mark.filterwarnings("ignore")  # torch's own, of a mesh of one rank
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("make", [OfFunctions, Compiled])
+@pytest.mark.parametrize(("make", "reshard"), slow_but(SHARDED[:3], SHARDED))
 def test_replays_gather_the_parameters_of_their_own_stage(make, reshard):
     """Where a rank has two: those of the second lost gradients."""
     made = functools.partial(sharded_by_block, make, reshard)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import torchckpt
 from tests.left_behind import thread_state
 
-STEPS, MANY, WIDTH = 15, 200, 16
+STEPS, MANY, WIDTH = 10, 200, 16
 
 
 class Block(nn.Module):

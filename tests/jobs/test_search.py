@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.slow import slow
 from torchckpt.errors import ArgumentError
 from torchckpt.jobs import MACHINES, MODELS, Job, Layout, plan_job, search_layouts
 from torchckpt.jobs import search as module
@@ -60,7 +61,7 @@ def everything(request):
     return result, case, [least for least, *_ in bounded]
 
 
-@pytest.mark.parametrize("count", [1, 4, 20])
+@pytest.mark.parametrize("count", [4, *slow([1, 20])])
 def test_what_is_pruned_is_not_among_the_best(everything, count, monkeypatch):
     result, case, least = everything
     monkeypatch.setattr(module, "_BEST", count)

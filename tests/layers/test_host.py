@@ -69,7 +69,7 @@ def steps_of(model, device, count=5):
 
 
 @pytest.mark.accelerator
-@pytest.mark.parametrize("seed", [*range(5), *slow(range(5, 12))])
+@pytest.mark.parametrize("seed", [*range(1, 4), *slow([0, *range(4, 12)])])
 def test_the_devices_own_peak_is_the_planned_one(accelerator, seed):
     model = model_of(seed).to(accelerator)
     expected, peaks = steps_of(copy.deepcopy(model), accelerator)
@@ -328,7 +328,8 @@ def changed(model, x):
 
 @pytest.mark.accelerator
 @pytest.mark.parametrize(
-    "step", [twice, penalised, evaluated, half, half_a_backward, accumulated, changed], ids=lambda step: step.__name__
+    "step", [twice, penalised, half, changed, *slow([evaluated, half_a_backward, accumulated])],
+    ids=lambda step: step.__name__,
 )
 def test_whatever_a_planned_step_does_gradients_are_those_of_the_plain_model(accelerator, step):
     model, handle = planned_on(accelerator)

@@ -36,7 +36,7 @@ def step_of(case, model):
     return run
 
 
-@pytest.mark.parametrize("share", [10, *slow([30]), 50, *slow([70]), 90])
+@pytest.mark.parametrize("share", [10, *slow([30, 50, 70]), 90])
 def test_bytes_are_those_that_are_planned_and_within_the_budget(case, share):
     plain, model = copy.deepcopy(case.model), case.model
     run, run_plain = step_of(case, model), step_of(case, plain)

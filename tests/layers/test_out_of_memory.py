@@ -13,6 +13,7 @@ import torch
 
 import torchckpt
 from tests.helpers import FullDevice
+from tests.slow import rarely
 from torchckpt.layers.known import KnownStep, measured
 from torchckpt.regions.live import ooms_of
 from torchckpt.testing import count_recomputes
@@ -112,7 +113,7 @@ def told(model, steps=2):
 
 
 @pytest.mark.parametrize("is_held", [False, True], ids=["", "held"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", rarely([*PLACES][1::2], PLACES))
 def test_wherever_it_is_the_next_plan_takes_less_and_says_so_once(model, device, place, is_held):
     """Also where a notebook holds the error, and it the graph; and again in the next step that fails."""
     with torchckpt.checkpoint_layers(model, "layers.*", budget="70%") as handle:

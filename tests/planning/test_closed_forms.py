@@ -7,7 +7,7 @@ from tests.planning.closed_forms import BOUNDARY, CELLS, Cell, greedy
 from tests.planning.policies import early, late
 from torchckpt.planning import bound, gpipe, one_f_one_b, simulate
 
-LARGE = 512  # of this size and above are nine cells, which take as long as all others together
+LARGE = 256  # cells of this size and above take longer than all others together
 every_cell = pytest.mark.parametrize(
     "cell",
     [pytest.param(cell, marks=pytest.mark.slow if cell.p * cell.m >= LARGE else ()) for cell in CELLS],

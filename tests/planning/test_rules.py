@@ -5,6 +5,7 @@ import pytest
 
 from tests.planning.closed_forms import BOUNDARY, CELLS, Cell, greedy
 from tests.planning.policies import early, late
+from tests.slow import slow
 from torchckpt.planning import (
     Block,
     Choice,
@@ -59,7 +60,7 @@ def test_the_exception_is_gpipe_with_its_last_stage_exempt(cell):
 
 
 @pytest.mark.parametrize("tc", [0.0, 0.25, 1.0])
-@pytest.mark.parametrize("p", [2, 3, 4])
+@pytest.mark.parametrize("p", [2, 3, *slow([4])])
 def test_one_ahead_costs_no_memory_over_arrival(p, tc):
     m = 3 * p
     cell = Cell(p, m, tc)

@@ -11,6 +11,7 @@ from torch import nn
 from tests.distributed.ranks import attempted, on_ranks
 from tests.distributed.stages import Blocks, batch, schedule_on, stages_of, step
 from tests.settings import with_gloo
+from tests.slow import slow
 from torchckpt.distributed import recompute_ahead
 from torchckpt.errors import ScheduleError
 from torchckpt.measuring.shapes import Signature, shapes_of
@@ -51,7 +52,7 @@ CHANGES = {
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("steps", [2, 4, 6])
+@pytest.mark.parametrize("steps", [2, *slow([4]), 6])
 @pytest.mark.parametrize("change", CHANGES)
 def test_settings_that_change_are_an_error_before_the_first_action(change, steps):
     schedule, stages = within(make=frozen, steps=steps)

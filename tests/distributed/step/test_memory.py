@@ -10,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.distributed.stages import NAMES, SINGLE, SPLIT, TWO_STAGES, Blocks, batch, schedule_on, stages_of, step
 from tests.settings import without_collector
+from tests.slow import slow
 from torchckpt.distributed import recompute_ahead
 from torchckpt.regions.flags import local
 
@@ -85,7 +86,7 @@ def test_with_a_region_per_stage_the_peak_is_that_of_stock_checkpointing(name):
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", [*SINGLE, "ScheduleInterleaved1F1B", "ScheduleLoopedBFS"])
-@pytest.mark.parametrize("segments", [0, 1, 2])
+@pytest.mark.parametrize("segments", [0, *slow([1]), 2])
 def test_segments_bound_the_peak(name, segments):
     """``early`` segments are alive before the backward frees the first of them; the others one at a time."""
     stock = peak(name, 3, regions="torch")
@@ -132,7 +133,7 @@ def test_a_replay_that_stands_before_a_pair_is_alive_in_the_forward_of_that():
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("Schedule")])
-@pytest.mark.parametrize("mode", [{}, {"exempt": "none"}, {"segments": 0}, {"segments": 1}], ids=str)
+@pytest.mark.parametrize("mode", [{}, {"segments": 1}, *slow([{"exempt": "none"}, {"segments": 0}])], ids=str)
 def test_after_a_step_nothing_is_left(name, mode):
     alive, frames = LiveBytes(), []
     stages = stages_of(name, watched(alive, 2, "ours"))

@@ -71,11 +71,8 @@ def assert_taken(step, x, used, lets_go, wanted):
 
 
 OPTIONS: list[dict[str, str]] = [{}, {"budget": "70%"}, {"budget": "50%"}, {"rng": "replay", "keep": "speed"}]
-
-
-WITHIN = ("reductions", {"budget": "50%"})
 CASES = [(name, options) for name in ("views", "reductions", "infinite derivatives") for options in OPTIONS]
-QUICK = [case for case in CASES if case == WITHIN or (case[0] == "views" and case[1] != {"budget": "70%"})]
+QUICK = [case for case in CASES if case[0] == "views" and case[1] != {"budget": "70%"}]
 
 
 @pytest.mark.parametrize(("name", "options"), slow_but(QUICK, CASES), ids=str)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.slow import slow_but
 from torchckpt import graph
 
 
@@ -42,8 +43,10 @@ def one_buffer(model: Three) -> None:
     model.second = model.first
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("tie", [other_weight, shared_module, apart, one_buffer])
+TIES = [(in_place, tie) for tie in (other_weight, shared_module, apart, one_buffer) for in_place in (False, True)]
+
+
+@pytest.mark.parametrize(("in_place", "tie"), slow_but(TIES[::3], TIES))
 def test_what_is_shared_otherwise_is_traced_again(tie, in_place: bool) -> None:
     torch.manual_seed(0)
     model, x = Three(), torch.randn(8, 4)

@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.graph.eager import assert_same, measured_peak, step
 from tests.models import MODELS
-from tests.slow import slow
+from tests.slow import rarely, slow
 from torchckpt import graph
 from torchckpt.errors import ArgumentError, BudgetInfeasible
 
@@ -79,8 +79,7 @@ loss outside."""
 
 def each(names, alike=ALIKE):
     """A test of each; those that others are like are slow."""
-    marked = [pytest.param(name, marks=pytest.mark.slow if name in alike else ()) for name in names]
-    return pytest.mark.parametrize("name", marked)
+    return pytest.mark.parametrize("name", rarely(alike, names))
 
 LARGE = {"gpt24": {"layers": 12}, "resnet110": {"depth": 38}, "resnet200": {}}
 """Of these one is as deep as its name says."""
@@ -134,14 +133,14 @@ def test_every_model_is_here():
 # the same to the bit, and to the byte ---------------------------------------------------------------------------------
 
 
-@each(SIZES)
+@each(SIZES, (*ALIKE, "gpt2_hf", "mlp24", "tanh_chain_residual"))
 def test_all_is_kept_by_default(name):
     plan = checked(build(name))
     assert plan.recomputed == ()
     assert plan.peak_bytes == plan.eager_peak_bytes
 
 
-@each(SIZES)
+@each(SIZES, (*ALIKE, "moe", "lstm50", "tanh_chain_residual"))
 def test_loss_outside_of_the_model(name):
     """The outputs too are those of eager, nested as they are, each with a gradient or without."""
     case = build(name)
@@ -162,7 +161,7 @@ def test_speed_needs_a_product():
         checked(build("tanh_chain"), keep="speed")
 
 
-@each(SIZES)
+@each(SIZES, (*ALIKE, "gpt6", "resnet20", "tanh_chain"))
 def test_memory(name):
     plan = checked(build(name), keep="memory")
     assert plan.peak_bytes <= plan.eager_peak_bytes

@@ -27,7 +27,8 @@ BEYOND_2_11 = {"StateSpace": "cumprod is traced in other operations", "Sorted": 
 
 LONG = ("Recurrent", "EncoderDecoder", "Decomposed", "Cells", "Flow", "Attentions", "Capsules", "Einsums",
     "Activations", "Experts", "Norms", "Resampled", "Twins", "Checkpointed", "Penalty", "Aligned", "Pools", "Sampled",
-    "Distances", "OtherDimensions", "BagsOnly", "Splines", "Hyper", "Convolutions", "Wave")
+    "Distances", "Special", "Cut", "ChannelsLast", "Functional", "OtherDimensions", "BagsOnly",
+    "Splines", "Hyper", "Convolutions", "Wave")
 """Of hundreds of operations, or alike: others here, or tests of single layers, have most of what they have."""
 
 

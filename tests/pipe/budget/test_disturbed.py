@@ -108,7 +108,7 @@ def test_steps_after_it_take_no_more_than_their_budget(disturbed: Any) -> None:
     assert max(peaks) <= 1.05 * budget  # in which the mean loss is not
 
 
-@pytest.mark.parametrize("disturbed", SECOND)
+@pytest.mark.parametrize("disturbed", [*SECOND[::3], *slow([*SECOND[1:3], of_two_shapes, in_reverse])])
 def test_where_each_step_is_one_everything_is_recomputed_and_a_warning_says_so(disturbed: Any) -> None:
     _, pipe = pair("one stage", "80%")
     with warnings.catch_warnings(record=True) as said:

@@ -18,6 +18,7 @@ import torchckpt
 from tests.pipe.skips import Pop, Stash
 from tests.pipe.stages import gradients
 from tests.settings import without_collector
+from tests.slow import slow
 from torchckpt.errors import ArgumentError
 from torchckpt.pipe import NoChunk
 from torchckpt.pipe.batchnorm import Statistics
@@ -58,7 +59,7 @@ def stepped(pipe: torchckpt.Pipe, *args: Any, loss_fn: Any = mse_loss, **kwargs:
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 @pytest.mark.parametrize("reduce", ["mean", "sum"])
-@pytest.mark.parametrize("chunks", [1, 2, 3, 8])
+@pytest.mark.parametrize("chunks", [1, 3, *slow([2, 8])])
 @pytest.mark.parametrize("balance", [[9], [2, 7], [1, 4, 4], [2, 2, 2, 2, 1]])
 def test_it_is_the_plain_module_micro_batch_by_micro_batch(
     balance: list[int], chunks: int, reduce: str, checkpoint: Any

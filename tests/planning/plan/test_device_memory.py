@@ -7,6 +7,7 @@ import pytest
 
 from tests.little import search_little
 from tests.planning.plan.published import gpt
+from tests.slow import slow
 from torchckpt.errors import BudgetInfeasible
 from torchckpt.planning import one_f_one_b
 from torchckpt.planning.budget import DeviceMemory
@@ -22,7 +23,7 @@ def stages(*counts, static=3.0):
 
 
 @pytest.mark.parametrize("host", [None, Host(1e3, 10.0)])
-@pytest.mark.parametrize("memory", [20.5, 20.0, 4.0])
+@pytest.mark.parametrize("memory", [20.0, 4.0, *slow([20.5])])
 def test_the_memory_that_is_enough(memory, host, monkeypatch):
     """With room for something beside the parameters, with none, and with too little for these."""
     search_little(monkeypatch.setattr)

@@ -6,6 +6,7 @@ from random import Random
 import pytest
 
 from tests.planning.plan.random_pipelines import random_pipeline
+from tests.slow import slow
 from torchckpt.planning.plan import plan_pipeline
 from torchckpt.planning.plan.problem import problem_of
 
@@ -37,7 +38,7 @@ def test_where_all_fits_more_is_recomputed_if_that_makes_room_for_weight_gradien
     assert most <= less * (1 + NEAR)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 3, 5])
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, *slow([5])])
 def test_random_pipelines(seed):
     check(seed, [0.0, 0.3, 0.6, 0.8, 1.0])
 

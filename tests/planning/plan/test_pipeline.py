@@ -10,7 +10,7 @@ from tests.planning.plan.exhaustive import shortest_seconds
 from tests.planning.plan.published import BLOCK, CASES, FIGURES, ONE_F_ONE_B, SHARES, closed_form_seconds
 from tests.planning.plan.random_pipelines import random_pipeline, random_tiny
 from tests.planning.plan.recount import recount
-from tests.slow import slow
+from tests.slow import slow, slow_but
 from torchckpt.errors import BudgetInfeasible
 from torchckpt.planning import Block, Stage, fixed
 from torchckpt.planning.order.schedules import named_schedule
@@ -21,8 +21,11 @@ def percent(plan, seconds):
     return round(100 * plan.overhead(seconds), 1)
 
 
-@pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("case", CASES)
+EACH = [(share, case) for case in CASES for share in SHARES]
+LONG = [(30, "C"), (30, "F")]
+
+
+@pytest.mark.parametrize(("share", "case"), slow_but([each for each in EACH if each not in LONG], EACH))
 def test_no_longer_than_published(case, share):
     schedule, stages, link = CASES[case]
     plan = plan_pipeline(schedule, stages, f"{share}%", link)
@@ -102,7 +105,7 @@ def check_least(*arguments):
         check(error.plan)
 
 
-@pytest.mark.parametrize("kinds", [1, 2, 3])
+@pytest.mark.parametrize("kinds", [1, 2, *slow([3])])
 @pytest.mark.parametrize("name", ["zero_bubble", "zbv", "dualpipe_v"])
 def test_stages_that_hold_nothing(name, kinds):
     """Their weight gradients can wait forever; it was a division by zero. Of some kinds, one bare."""

@@ -193,7 +193,7 @@ def seen_of(call, block, x, options, fullgraph=True):
 
 @pytest.mark.filterwarnings("ignore:Detected that context_fn")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("by_module", [False, True])
+@pytest.mark.parametrize("by_module", [*slow([False]), True])
 def test_region_inside_a_full_graph_is_that_of_torch(by_module, device, options):
     block, x = Block().to(device), leaf(3, 4, device=device)
     expected = values_of(around(plain, block, {}), block, x)

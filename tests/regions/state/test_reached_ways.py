@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tests.helpers import assert_equal, leaf, plain
+from tests.slow import slow
 from torchckpt import checkpoint
 
 HELD: dict[str, Any] = {}
@@ -313,7 +314,7 @@ def program(call: Any, function: Any, x: torch.Tensor, mode: str) -> torch.Tenso
     return call(region, x).cos()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("mode", ["training", "frozen", "no_grad", "inference_mode"])
+@pytest.mark.parametrize("mode", ["training", "no_grad", *slow(["frozen", "inference_mode"])])
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_statistics_are_those_of_plain_training(way: Any, mode: str) -> None:
     for name, make in KINDS.items():
