@@ -24,8 +24,8 @@ from torchckpt.tensors import runs_when_accumulated, tensors_in
 
 __all__ = [
     "OVERLAP", "Live", "LiveStage", "TorchAction", "TorchDispatchMode", "TorchKind", "TorchRuntime", "drop_handed",
-    "finds_shapes", "freed_in_a_step", "handing_over", "in_backward", "micro_batches_of", "only_whole", "order_of",
-    "raise_unless_supported", "sends_objects", "split_at", "stages_of",
+    "finds_shapes", "freed_in_a_step", "handing_over", "hooked_once", "in_backward", "micro_batches_of", "only_whole",
+    "order_of", "raise_unless_supported", "sends_objects", "split_at", "stages_of",
 ]
 
 Live: TypeAlias = "PipelineScheduleSingle | PipelineScheduleMulti"
@@ -136,6 +136,27 @@ def split_at(stage: LiveStage, micro_batch: int, losses: Sequence[Any]) -> tuple
         outputs, inputs = stage.fwd_cache[micro_batch]
     roots = tensors_in(losses[micro_batch]) if stage.is_last else outputs  # a loss may be several
     return [getattr(root, "node", root) for root in roots], inputs[: len(stage.args_recv_info[micro_batch])]
+
+
+@contextmanager
+def hooked_once(stage: LiveStage, micro_batch: int) -> Iterator[None]:
+    """The weight gradients of a split backward. Hooks of tensors run in it again; here their effect is not there twice.
+
+    ``stage_backward_weight`` of ``torch/distributed/pipelining/_backward.py`` (2.11 to 2.15) goes on from gradients
+    that have passed these hooks, and sets them right where parameters are behind several nodes. Ends when it always
+    does."""
+
+    def as_it_was(group: dict[str, Any]) -> Any:  # not the gradients themselves, which torch frees group by group
+        return lambda _: group["grads"][0]
+
+    _, groups, *_ = getattr(stage, "backward_state", {}).get(micro_batch) or ((), ())
+    alone = [group for group in groups or () if len(group["intermediates"]) == 1]
+    handles = [group["intermediates"][0].register_prehook(as_it_was(group)) for group in alone]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def micro_batches_of(live: Live) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from torchckpt.distributed.faults import raise_without_regions, warn_of_whole
 from torchckpt.distributed.meeting import all_gather, check_the_same, none_failed, together
 from torchckpt.distributed.moving import AllMoved, Boundaries, Going
 from torchckpt.distributed.phases import FIRST_STEPS, Following, Measuring
-from torchckpt.distributed.private import Live, drop_handed
+from torchckpt.distributed.private import Live, drop_handed, hooked_once
 from torchckpt.distributed.record import Gathered
 from torchckpt.errors import CheckpointError, ScheduleError, without_traceback
 from torchckpt.measuring.link import MeasuredLink, measured_link
@@ -168,8 +168,13 @@ class RecomputeWithin(RecomputeAhead):
     @contextmanager
     def computing(self, action: Action, outputs: list[object]) -> Iterator[None]:
         self._begins(action)  # if it has not begun: the second of two that torch runs as one
-        is_forward = action.kind is Kind.FORWARD and self.is_training
-        with self._noting_inputs(action.stage) if is_forward else nullcontext(), super().computing(action, outputs):
+        stage, kind, micro_batch = action
+        around: AbstractContextManager[None] = nullcontext()
+        if kind is Kind.FORWARD and self.is_training:
+            around = self._noting_inputs(stage)
+        elif kind is Kind.WEIGHT_GRAD:  # as in a whole backward
+            around = hooked_once(self._stage_by_index[stage], micro_batch)
+        with around, super().computing(action, outputs):
             yield
 
     def recompute(self, action: Action) -> None:

@@ -3,10 +3,23 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
-from tests.distributed.stages import Blocks, batch, parameters_of, schedule_on, stages_of, step
+from tests.distributed.stages import (
+    SIZE,
+    Blocks,
+    ahead,
+    batch,
+    equal,
+    gradients_of,
+    parameters_of,
+    schedule_on,
+    stages_of,
+    step,
+)
 from tests.settings import with_gloo
 from tests.slow import slow
+from torchckpt import checkpoint_module, is_recomputing
 from torchckpt.distributed import recompute_ahead
 
 pytestmark = with_gloo
@@ -40,3 +53,34 @@ def test_a_step_that_makes_its_gradients_takes_what_is_planned(name, kept):
     assert report.planned_peak_bytes <= report.budget_bytes
     limit = report.budget_bytes if NEW else report.planned_peak_bytes
     assert report.measured_peak_bytes <= limit
+
+
+class HookedBlocks(nn.Sequential):
+    """Layers whose outputs have hooks, right behind the weights."""
+
+    def __init__(self, stage: int) -> None:
+        torch.manual_seed(stage)
+        super().__init__(HookedBlock(SIZE, SIZE), HookedBlock(SIZE, SIZE))
+        for block in self:
+            checkpoint_module(block)
+
+
+class HookedBlock(nn.Linear):
+    def forward(self, x):
+        product = super().forward(x)
+        if not is_recomputing():
+            product.register_hook(lambda gradient: gradient * 0.5)
+        return product.tanh()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_hook_in_a_stage_acts_once_in_split_backwards_and_in_the_whole_ones_of_a_plan():
+    seen = []
+    for name in ("ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"):
+        schedule, stages = ahead(name, HookedBlocks, budget="1GB")
+        for _ in range(6):  # of the second, whose backwards are split, the second step has whole ones
+            step(schedule, stages, *batch(4))
+            seen.append(gradients_of(stages))
+            for parameter in parameters_of(stages):
+                parameter.grad = None
+    assert all(equal(gradients, seen[0]) for gradients in seen)
