@@ -127,7 +127,7 @@ class _Refusing(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if function == Tensor.data.__set__ and storage_number(args[0]) != storage_number(args[1]):
+        if function == _ATTRIBUTES.data.__set__ and storage_number(args[0]) != storage_number(args[1]):
             rule = "the call gives a tensor other data, which its trace would not read"
             works = "self.weight.data.copy_(value), of a parameter or a buffer; y = value, of another tensor"
             raise CaptureError(str(Fault(rule, "y.data = value", works)))
@@ -146,7 +146,8 @@ def _is_moved(caller: types.FrameType) -> bool:
     return caller.f_code is nn.Module._apply.__code__
 
 
-_OF_GRADIENTS = Tensor.grad.__get__, Tensor.grad.__set__, Tensor.grad.__delete__
+_ATTRIBUTES: Any = Tensor  # as a class has them, not a tensor
+_OF_GRADIENTS = _ATTRIBUTES.grad.__get__, _ATTRIBUTES.grad.__set__, _ATTRIBUTES.grad.__delete__
 
 
 class _Generators:
