@@ -134,7 +134,7 @@ def test_other_data_in_a_weight_is_refused_and_new_values_are_not():
         weight.data = torch.renorm(weight.data, 2, 0, 0.1)
 
     for call in (graph.rematerialize, graph.gradient):
-        with pytest.raises(CaptureError, match="gives a parameter or a buffer other data"):
+        with pytest.raises(CaptureError, match="gives a tensor other data"):
             call(Limited(limit), torch.ones(2, 4))
     model = Limited(lambda weight: weight.data.copy_(torch.renorm(weight.data, 2, 0, 0.1)))
     twin = copy.deepcopy(model)
@@ -146,3 +146,97 @@ def test_backward_in_a_forward_is_refused():
     model = Limited(lambda weight: weight.square().sum().backward())
     with pytest.raises(CaptureError, match="the call runs a backward"):
         graph.rematerialize(model, torch.ones(2, 4))
+
+
+class Doing(nn.Linear):
+    """Its forward does one more thing."""
+
+    def __init__(self, does):
+        super().__init__(4, 4)
+        self.does, self.calls = does, 0
+
+    def forward(self, x):
+        return self.does(self, x, super().forward(x).sin()).sum()
+
+
+def other_data(model, x, y):
+    y.data = y.data.clamp(-0.1, 0.1)
+    return y
+
+
+def other_data_in_a_weight(model, x, y):
+    torch.nn.utils.vector_to_parameters(2 * torch.nn.utils.parameters_to_vector([model.weight]), [model.weight])
+    return y
+
+
+def asks_for_a_gradient(model, x, y):
+    return y if model.weight.grad is None else 2 * y
+
+
+def forgets_a_gradient(model, x, y):
+    model.weight.grad = None
+    return y
+
+
+REFUSED = {
+    other_data: "gives a tensor other data",
+    other_data_in_a_weight: "gives a tensor other data",
+    lambda model, x, y: y if y.is_set_to(y.view(2, 4)) else 2 * y: "asks whether two tensors are one",
+    asks_for_a_gradient: "the gradient of an input or a weight",
+    forgets_a_gradient: "the gradient of an input or a weight",
+}
+
+
+@pytest.mark.parametrize("does", REFUSED)
+def test_what_a_trace_does_not_see_is_refused(does):
+    for call in (graph.rematerialize, graph.gradient):
+        with pytest.raises(CaptureError, match=REFUSED[does]):
+            call(Doing(does), torch.ones(2, 4))
+
+
+def moves_itself(model, x, y):
+    model.to(x.device)
+    y.data.clamp_(-0.1, 0.1)
+    z = y.detach().requires_grad_()
+    (3 * z.sin()).sum().backward()
+    y.data = y.data
+    return y * z.grad * (1 if y.data.grad is None else 2)
+
+
+def test_what_it_sees_is_not():
+    model = Doing(moves_itself)
+    compare(model, graph.rematerialize(model), torch.ones(2, 4))
+
+
+def counts(model, x, y):
+    model.calls += 1
+    return model.calls * y
+
+
+def begins_with_the_data(model, x, y):
+    if not model.calls:
+        with torch.no_grad():
+            model.bias.copy_(y.mean(0))
+    model.calls = True
+    return y
+
+
+@pytest.mark.parametrize("does", [counts, begins_with_the_data])
+@pytest.mark.parametrize("rematerialize", [graph.rematerialize, graph.rematerialize_])
+def test_forward_that_does_something_else_each_time_is_refused_and_has_set_nothing(does, rematerialize):
+    model = Doing(does)
+    with pytest.raises(CaptureError, match="sets what it reads"):
+        rematerialize(model, torch.ones(2, 4))
+    assert model.calls == 0
+    if does is begins_with_the_data:  # the call that the error names
+        model(torch.ones(2, 4))
+        compare(model, graph.rematerialize(model), torch.ones(2, 4))
+
+
+def test_forward_that_only_counts_is_not():
+    def does(model, x, y):
+        model.calls += 1
+        return y
+
+    model = Doing(does)
+    compare(model, graph.rematerialize(model), torch.ones(2, 4))

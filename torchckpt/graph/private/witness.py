@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from torchckpt.errors import CaptureError, Fault
 from torchckpt.graph.private.runtime import is_random, operating, storage_number
@@ -37,6 +39,7 @@ class Witness:
         self._casts_are_kept = torch.is_autocast_cache_enabled()
         self._seen: list[tuple[weakref.ref[Tensor], str]] = []
         self._tell = tell
+        self._runs: list[list[Any]] = []  # the operators of each run of the forward, with their numbers
 
     @contextmanager
     def watching(self, tensors: Sequence[Tensor]) -> Iterator[None]:
@@ -45,10 +48,12 @@ class Witness:
         Raises:
             CaptureError: the forward drew random numbers that a trace would freeze, or did what it does not record.
         """
-        generators = _Generators()
+        generators, operators = _Generators(), list[Any]()
 
         def run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self._tell(operator)
+            numbers = [repr(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, (int, float, complex))]
+            operators.append((operator, numbers))
             generators.drawn(operator, args)
             results = operator(*args, **kwargs)
             self._saw(results, f"a result of {operator}")
@@ -56,10 +61,19 @@ class Witness:
 
         self._saw(list(tensors), "an input, a parameter or a buffer")
         casting = casting_once(tensors, self._are_leaves, self._casts_are_kept)
-        storages = list(map(storage_number, tensors))
-        with casting, generators.watching(), operating(run):
+        with casting, generators.watching(), operating(run), _Refusing(tensors):
             yield
-        _refuse_unseen(tensors, storages)
+        _refuse_backward(tensors)
+        self._runs.append(operators)
+
+    def refuse_changed(self) -> None:
+        """Raise a CaptureError if the forward did something else in the last run of the trace than in the one before.
+        AOTAutograd runs it twice."""
+        if any(run != self._runs[-1] for run in self._runs[-2:]):
+            rule = "the call sets what it reads, so that it does something else each time"
+            received = "another operation, or another number, in the second run of a trace than in the first"
+            works = "model(*inputs), once, before, if that is at the first call alone; or a tensor in a buffer: "
+            raise CaptureError(str(Fault(rule, received, f"{works}self.calls.add_(1)")))
 
     def refuse_left(self) -> None:
         """Raise a CaptureError if an object still holds a recorded tensor. Such a tensor has no data to use."""
@@ -95,15 +109,45 @@ def _has_holder(value: Any, beside: list[Any]) -> bool:
     return any(holder is not beside and not isinstance(holder, _NO_HOLDERS) for holder in holders)
 
 
-def _refuse_unseen(tensors: Sequence[Tensor], storages: list[int]) -> None:
-    """Raise a CaptureError if a forward did to one of ``tensors`` what a trace does not record."""
-    if storages != list(map(storage_number, tensors)):
-        rule = "the call gives a parameter or a buffer other data, which its trace would not read"
-        raise CaptureError(str(Fault(rule, "self.weight.data = value", "self.weight.data.copy_(value)")))
+def _refuse_backward(tensors: Sequence[Tensor]) -> None:
+    """Raise a CaptureError if a forward ran a backward: a trace does not record what that adds to ``tensors``."""
     if any(tensor.is_leaf and tensor.grad is not None for tensor in tensors):
         rule = "the call runs a backward, whose gradients would be added in the trace alone"
         works = "torch.autograd.grad(loss, tensors); or the backward outside of the call"
         raise CaptureError(str(Fault(rule, "loss.backward() in a forward", works)))
+
+
+class _Refusing(TorchFunctionMode):
+    """Refuses what a forward does beside the operators that its trace records, and asks of what its trace has not."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._traced = set(map(id, tensors))
+
+    def __torch_function__(
+        self, function: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function == _ATTRIBUTES.data.__set__ and storage_number(args[0]) != storage_number(args[1]):
+            rule = "the call gives a tensor other data, which its trace would not read"
+            works = "self.weight.data.copy_(value), of a parameter or a buffer; y = value, of another tensor"
+            raise CaptureError(str(Fault(rule, "y.data = value", works)))
+        if function == Tensor.is_set_to:
+            rule = "the call asks whether two tensors are one, and its trace has others"
+            raise CaptureError(str(Fault(rule, "a.is_set_to(b)", "a is b; or an answer from before the call")))
+        if function in _OF_GRADIENTS and id(args[0]) in self._traced and not _is_moved(sys._getframe(1)):
+            rule = "the call reads or sets the gradient of an input or a weight, which its trace has not"
+            works = "the gradient, or what is made of it, as an input; or as a buffer that is set outside of the call"
+            raise CaptureError(str(Fault(rule, "weight.grad in a forward", works)))
+        return function(*args, **(kwargs or {}))
+
+
+def _is_moved(caller: types.FrameType) -> bool:
+    """Whether a module asks for its gradients to move them, as ``layer.to(x.device)`` in a forward does."""
+    return caller.f_code is nn.Module._apply.__code__
+
+
+_ATTRIBUTES: Any = Tensor  # as a class has them, not a tensor
+_OF_GRADIENTS = _ATTRIBUTES.grad.__get__, _ATTRIBUTES.grad.__set__, _ATTRIBUTES.grad.__delete__
 
 
 class _Generators:

@@ -29,7 +29,7 @@ from torchckpt.graph.private.runtime import call_with, is_traced_by_others, is_t
 from torchckpt.graph.progress import log, log_unread, stopwatch
 from torchckpt.graph.run.backend import Backend
 from torchckpt.graph.step.halves import Halves, Unread, narrowed
-from torchckpt.graph.trace.capture import TRACE_LOCK, Capture, restoring_modules
+from torchckpt.graph.trace.capture import TRACE_LOCK, Capture, restoring_modules, setting_nothing
 from torchckpt.graph.trace.free_variables import FreeVariables
 from torchckpt.graph.trace.guard import argument_names, changed, guard_of, places_of
 from torchckpt.graph.trace.reason import check_bare, reason_of, warn_of_retraces
@@ -145,7 +145,8 @@ class Calls:
         reason = partial(reason_of, self.model, tuple(self.known), known, args, kwargs)
         seconds = stopwatch()
         if self._engine == "eager":
-            call: Call | CompiledCall = Call(self.model, self._run, tuple(state), args, kwargs, self._planner())
+            with setting_nothing(self.model):
+                call: Call | CompiledCall = Call(self.model, self._run, tuple(state), args, kwargs, self._planner())
         else:
             call = CompiledCall(self._run, Backend(self._planner), args, kwargs)
         log(self.function, self.model, reason, seconds(), call.planning_seconds, call.plan)
@@ -265,6 +266,7 @@ class Call:
         with restoring_modules(model), planner.watch.tracing(type(model).__name__) as tell:
             self._capture = Capture(self._function, distinct, data, self.halves, tell)
         self._capture.witness.refuse_left()
+        self._capture.witness.refuse_changed()
         plan: Plan | None = getattr(planner, "plan", None)
         self._plans = {Unread(): plan}  # by what a backward went without
         self._noted = {Unread().missing}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import CaptureError, Fault, text_of, without_generators
+from torchckpt.errors import CaptureError, CheckpointError, Fault, text_of, without_generators
 from torchckpt.features import GRAPH
 from torchckpt.graph.annotations import Tracing
 from torchckpt.graph.private.dynamo import compile_lock
@@ -28,7 +28,7 @@ from torchckpt.modules import OF_EVERY_MODULE
 from torchckpt.regions.flags import state_lock
 from torchckpt.tensors import tensors_in
 
-__all__ = ["TRACE_LOCK", "Capture", "TraceLock", "explained", "restoring_modules"]
+__all__ = ["TRACE_LOCK", "Capture", "TraceLock", "explained", "restoring_modules", "setting_nothing"]
 
 
 class Capture:
@@ -245,6 +245,19 @@ def _place_of(error: Exception) -> str:
 
 
 # what a forward leaves on its modules ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def setting_nothing(model: nn.Module) -> Iterator[None]:
+    """If an error refuses a call inside this context, remove what its trace has set: an error may say to call first."""
+    attributes = [(module, dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    except CheckpointError:
+        for module, before in attributes:
+            vars(module).clear()
+            vars(module).update(before)
+        raise
 
 
 @contextmanager
