@@ -126,8 +126,8 @@ def settings_stay():
 
 def settings_now():
     """Without whether a dispatch mode is there: one that has counted a step on the CPU stays until the next one."""
-    *others, _, stance, functions_are_seen, kernels = settings()
-    return *others, functions_are_seen, kernels, "default" if stance is None else stance.stance
+    *others, _, stance, functions_are_seen, kernels, cached = settings()
+    return *others, functions_are_seen, kernels, cached, "default" if stance is None else stance.stance
 
 
 @pytest.fixture

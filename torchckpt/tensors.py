@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import islice
 from types import MemberDescriptorType
 from typing import Any, TypeAlias, cast
@@ -14,9 +14,9 @@ from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
 __all__ = [
-    "PutBack", "attributes_of", "copy_attributes", "detached", "flop_formula", "gradient_bytes", "hidden_tensors",
-    "hides_tensors", "inner_tensors", "is_iterator", "node_name", "nodes_behind", "of_class", "parameter_as",
-    "runs_when_accumulated", "tensors_in", "tensors_of", "tensors_of_pair", "version_of",
+    "PutBack", "attributes_of", "copy_attributes", "detached", "flop_formula", "graded_as", "gradient_bytes",
+    "hidden_tensors", "hides_tensors", "inner_tensors", "is_iterator", "may_equal", "node_name", "nodes_behind",
+    "of_class", "parameter_as", "runs_when_accumulated", "tensors_in", "tensors_of", "tensors_of_pair", "version_of",
 ]
 
 _ATOMS = frozenset({type(None), bool, int, float, str})
@@ -112,6 +112,29 @@ def parameter_as(parameter: Tensor, values: Tensor) -> Any:
     cls, required = parameter.__class__, parameter.requires_grad
     made = nn.Parameter(values, required) if _sees_operators(cls) else parameter._make_subclass(cls, values, required)
     return copy_attributes(parameter, made)
+
+
+@contextmanager
+def graded_as(flags: Sequence[tuple[Tensor, bool]]) -> Iterator[None]:
+    """A context in which leaves require grad or not, as ``flags`` say."""
+    before = [(leaf, leaf.requires_grad) for leaf, _ in flags]
+    try:
+        for leaf, is_graded in flags:
+            leaf.requires_grad_(is_graded)
+        yield
+    finally:
+        for leaf, is_graded in before:
+            leaf.requires_grad_(is_graded)
+
+
+def may_equal(values: Tensor | None, tensor: Tensor) -> bool:
+    """Whether ``tensor`` has these ``values``, or cannot be compared with them."""
+    if values is None or type(tensor) is not Tensor or tensor.is_meta or tensor.layout != torch.strided:
+        return True
+    try:
+        return torch.equal(values, tensor)
+    except NotImplementedError:  # such as float4
+        return True
 
 
 def _is_kept(cls: type[Tensor]) -> bool:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import TensorWeakRef
@@ -559,6 +560,14 @@ def packed_by():
     assert list(private.packed_by(sine)) == [None]  # it is released
 
 
+def parametrized():
+    layer = parametrize.register_parametrization(nn.Linear(2, 2), "weight", nn.Tanh())
+    with parametrize.cached(), parametrize.cached():
+        weight = layer.weight
+        assert (private.parametrized["_cache_enabled"], [*private.parametrized["_cache"].values()]) == (2, [weight])
+    assert (private.parametrized["_cache_enabled"], private.parametrized["_cache"]) == (0, {})
+
+
 def settings_of_torch():
     assert private.settings_of_torch["_checkpoint_debug_enabled"] is None
     with torch.utils.checkpoint.set_checkpoint_debug_enabled(True):
@@ -604,6 +613,7 @@ COUNTERPARTS = {
     "only_hooks": hooks_entered_and_only_hooks,
     "outside_transforms": outside_transforms,
     "packed_by": packed_by,
+    "parametrized": parametrized,
     "pop_hooks": push_hooks_and_pop_hooks,
     "profiler_is_on": profiler_is_on,
     "push_hooks": push_hooks_and_pop_hooks,

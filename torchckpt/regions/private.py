@@ -32,8 +32,8 @@ __all__ = [
     "forward_ad", "frame_of_torch", "function_modes", "functorch_is_active", "heeds_hooks", "hooks_entered",
     "hooks_in_force", "is_exporting", "is_fake", "is_of_newest_node", "keep_from_dynamo", "kept_by_policies",
     "kernels_allowed", "leave_modes", "look_through", "modes_are_active", "mutation_is_allowed", "negated",
-    "newest_node", "norm_layer", "number_of", "only_hooks", "outside_transforms", "packed_by", "pop_hooks",
-    "profiler_is_on", "push_hooks", "put_under_modes", "running_node", "set_grad_enabled", "set_version",
+    "newest_node", "norm_layer", "number_of", "only_hooks", "outside_transforms", "packed_by", "parametrized",
+    "pop_hooks", "profiler_is_on", "push_hooks", "put_under_modes", "running_node", "set_grad_enabled", "set_version",
     "settings_of_torch", "storage_key", "take_from_modes", "torch_functions_are_seen", "use_count", "use_stance",
     "with_torch_functions", "without_selective_modes",
 ]
@@ -128,9 +128,8 @@ def apply_of(function: type[Function]) -> Callable[..., Any]:
 
 
 def storage_key(tensor: Tensor) -> int | None:
-    """The key of the tensor's storage: equal for two live tensors that share memory. None for a sparse tensor, which
-    has no storage. A ``StorageWeakRef`` (torch/multiprocessing/reductions.py) compares the same address, but takes four
-    times as long to make."""
+    """The key of the tensor's storage: equal for two live tensors that share memory. None if sparse, as it has none.
+    A ``StorageWeakRef`` (torch/multiprocessing/reductions.py) has the same address, but takes four times as long."""
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
 
 
@@ -186,6 +185,8 @@ def compiler_stance() -> Any:
 settings_of_torch: Mapping[str, Any] = vars(torch.utils.checkpoint)
 """Its ``"_checkpoint_debug_enabled"`` is what ``torch.utils.checkpoint.set_checkpoint_debug_enabled`` has set. Public
 code can set it and cannot read it. A dictionary, since to read it is no call."""
+parametrized: dict[str, Any] = vars(torch.nn.utils.parametrize)
+"""Its ``"_cache_enabled"`` and ``"_cache"`` are what ``parametrize.cached()`` has entered, and what is cached."""
 
 
 def use_stance(stance: Any) -> AbstractContextManager[None]:
@@ -297,8 +298,8 @@ def kept_by_policies(pack: Callable[[Tensor], object]) -> Iterator[None]:
 
 
 def put_under_modes(mode: DispatchMode) -> None:
-    """Enter ``mode`` below all modes of this thread, so that it can be left at any time: each of the others takes away
-    what is on top. No public form."""
+    """Enter ``mode`` below all modes of this thread, to leave it at any time: others leave what is on top. No public
+    form."""
     modes = _dispatch_modes()
     _exchange_modes(modes, [mode, *(one for one in modes if one is not mode and not getattr(one, "is_over", False))])
     mode.is_over = False
@@ -338,9 +339,8 @@ def after_backward(call: Callable[[], None]) -> None:
 def keep_from_dynamo(*functions: Callable[..., Any]) -> None:
     """Make Dynamo skip ``functions``, the functions defined inside them, and all that they call.
 
-    Autograd and modules call these functions from compiled code, where Dynamo would compile them.
-    ``torch.compiler.disable`` does the same, but imports Dynamo (torch/compiler/__init__.py). When it no longer does,
-    call it instead.
+    Autograd and modules call them from compiled code. ``torch.compiler.disable`` does the same, but imports Dynamo
+    (torch/compiler/__init__.py): when it no longer does, call it instead.
     """
     try:
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy

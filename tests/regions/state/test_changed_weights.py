@@ -7,7 +7,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.func import functional_call
 
-from tests.helpers import Block, by_hand, plain, prefetched
+from tests.helpers import Block, assert_equal, by_hand, plain, prefetched
 from torchckpt import checkpoint, checkpoint_module
 from torchckpt.errors import RecomputationError
 from torchckpt.regions.state import layout
@@ -283,3 +283,31 @@ def test_regions_that_reach_an_embedding_share_the_copy_of_its_weight():
     model, x = Layers(nn.Linear(4, 4) for _ in range(8)), torch.randn(3, 4, requires_grad=True)
     model[0].words = nn.Embedding(1000, 100, max_norm=1.0)
     assert peak_bytes(lambda: model(x).sum().backward(), "cpu") < 2 * model[0].words.weight.nbytes
+
+
+@pytest.mark.parametrize("way", [checkpoint, by_hand, prefetched, closed_over])
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_what_is_frozen_or_trained_after_the_forward_does_not_change_the_replay(way, is_trained):
+    found = []
+    for call in (plain, way):
+        torch.manual_seed(1)
+        block, (weight, bias) = block_of("first.weight", "second.bias")
+        x = torch.randn(3, 4, requires_grad=True)
+        for parameter in (weight, bias):
+            parameter.requires_grad_(is_trained)
+        loss = call(block, x).sum()
+        for parameter in (weight, bias):
+            parameter.requires_grad_(not is_trained)
+        loss.backward()
+        assert weight.requires_grad is bias.requires_grad is not is_trained
+        found.append([x.grad, *(parameter.grad for parameter in block.parameters())])
+    assert_equal(found[1], found[0])
+
+
+def test_a_parameter_that_is_frozen_and_changed_in_place_is_an_error():
+    block, (weight,) = block_of("second.weight")
+    loss = checkpoint(block, torch.randn(3, 4)).sum()
+    double(weight.requires_grad_(False))
+    with pytest.raises(RecomputationError, match=IN_PLACE):
+        loss.backward()
+    assert not weight.requires_grad

@@ -1,13 +1,14 @@
 """Ambient state: the thread's settings and random numbers, which a replay must find as the forward found them.
 
 The *settings* are autocast and its cache, the default dtype and device, inference mode, whether a dispatch mode is
-there, the compiler's stance, whether subclasses of Tensor see functions, and the kernels that are allowed. A replay
-enters only those that differ from the settings of its own thread. Three of them are of the whole process. The *random
-numbers* are states of generators. A replay sets them, and puts the states that it found back at its end.
+there, the compiler's stance, whether subclasses of Tensor see functions, the kernels that are allowed, and the cache of
+``parametrize.cached()``. A replay enters only those that differ from the settings of its own thread. Four of them are
+of the whole process. The *random numbers* are states of generators. A replay sets them, and puts the states that it
+found back at its end.
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from typing import Any, Protocol, TypeAlias
@@ -34,6 +35,7 @@ from torchckpt.regions.private import (
     dispatch_modes_are_active,
     kernels_allowed,
     modes_are_active,
+    parametrized,
     storage_key,
     torch_functions_are_seen,
     use_stance,
@@ -64,6 +66,7 @@ Settings: TypeAlias = tuple[
     Any,  # the stance of torch.compiler: in another one, code that is compiled may run in eager mode
     bool,  # whether subclasses of Tensor see the functions that are called with them
     list[bool],  # whether kinds of attention, cuDNN and oneDNN are allowed
+    Callable[[], dict[Any, Any]] | None,  # makes what parametrize.cached() held; None: it was not entered
 ]
 
 
@@ -82,6 +85,7 @@ def settings() -> Settings:
         compiler_stance(),
         torch_functions_are_seen(),
         kernels_allowed(),
+        parametrized["_cache"].copy().copy if parametrized["_cache_enabled"] else None,
     )
 
 
@@ -89,7 +93,7 @@ def settings() -> Settings:
 def use_settings(then: Settings) -> Iterator[None]:
     """Inside the block, the settings of this thread are ``then``, but for those that are of the process. Enters only
     what differs from the current ones."""
-    cpu, accelerator, cache, _, device, inference, watched, _, seen, _ = then
+    cpu, accelerator, cache, _, device, inference, watched, _, seen, *_ = then
     now = settings()
     with ExitStack() as stack:
         if inference != now[5]:
@@ -113,13 +117,13 @@ changing: list[None] = []
 
 def differ_in_process(then: Settings, now: Settings) -> bool:
     """Whether those of the process are others. A stance of None is that of any compiler."""
-    return (then[3], then[9]) != (now[3], now[9]) or then[7] not in (None, now[7])
+    return (then[3], *then[9:]) != (now[3], *now[9:]) or then[7] not in (None, now[7])
 
 
 @contextmanager
 def use_settings_of_process(then: Settings) -> Iterator[None]:
-    """Inside the block, the default dtype, the compiler's stance and the kernels are those of ``then``, in all threads.
-    The caller holds ``state_lock``, or threads would put back what others have set."""
+    """Inside the block, the default dtype, the compiler's stance, the kernels and the cache are those of ``then``, in
+    all threads. The caller holds ``state_lock``, or threads would put back what others have set."""
     dtype, stance, allowed = get_default_dtype(), compiler_stance(), kernels_allowed()
     with ExitStack() as stack:
         changing.append(None)
@@ -130,6 +134,9 @@ def use_settings_of_process(then: Settings) -> Iterator[None]:
         if then[9] != allowed:
             stack.callback(allow_kernels, allowed)
             allow_kernels(then[9])
+        if parametrized["_cache_enabled"] or then[10] is not None:
+            stack.callback(parametrized.update, {name: parametrized[name] for name in ("_cache_enabled", "_cache")})
+            parametrized.update(_cache_enabled=int(then[10] is not None), _cache={} if then[10] is None else then[10]())
         if then[7] not in (None, stance):
             stack.enter_context(use_stance(then[7]))
         yield

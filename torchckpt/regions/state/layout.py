@@ -26,7 +26,7 @@ __all__ = [
     "Copy", "Key", "Known", "Layout", "Modules", "NamesModules", "known_of", "layout_of", "lengths_of", "values_of",
 ]
 
-_NUMBERS = (bool, int, float, complex)
+_NUMBERS = (bool, int, float, complex, type(None))
 _OF_EVERY_MODULE = OF_EVERY_MODULE | {"training"}
 _SYNC = "require_forward_param_sync"
 """Whether the next forward of a DistributedDataParallel sends buffers. A replay sends what its forward has sent."""
@@ -184,20 +184,27 @@ class Layout:
         return generators_in([*held, *(source() for source in self._sources)])
 
     def flags(self) -> list[Any]:
-        """The ``training`` flag of each module, and the attributes that were numbers when this layout was made."""
+        """The ``training`` flag of each module, the attributes that were numbers or None when this layout was made, and
+        at the end whether each parameter requires grad."""
         flags = [attributes.get(name) for attributes, name in self._flags]
         for key, value in zip(self._numbers, flags[len(self.dicts) :]):
             if isinstance(value, Tensor) and key not in self._attributes:
                 self._attributes.append(key)
                 self.is_simple = False
-        return flags
+        return flags + [p is not None and p.requires_grad for table in self.parameters for p in table.values()]
 
-    def other_flags(self, then: list[Any], now: list[Any]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    def other_flags(
+        self, then: list[Any], now: list[Any], lent: Sequence[Mapping[str, Any]]
+    ) -> Iterator[tuple[dict[str, Any], str, Any]]:
         """The attributes to put back so that ``flags()`` is as it was. A number that is another number stays: functions
-        count."""
+        count; but not where a replay is ``lent`` tensors of the module, which go with it, as a cache with its length.
+        """
+        tables, each = {*map(id, lent)}, enumerate(zip(self.dicts, self.parameters, self._buffers))
+        with_numbers = {id(of[0]) for at, of in each if at not in self._asking and not tables.isdisjoint(map(id, of))}
         for (attributes, name), value, now_is in zip(self._flags, then, now):
-            is_mode, is_tensor = name == "training", isinstance(now_is, Tensor) and not isinstance(value, Tensor)
-            if (now_is is not value and (is_mode or is_tensor)) or name == _SYNC:  # which a replay sets, too
+            goes = name == "training" or id(attributes) in with_numbers
+            goes = goes or (isinstance(now_is, Tensor) and not isinstance(value, Tensor))
+            if (now_is is not value and goes) or name == _SYNC:  # which a replay sets, too
                 yield attributes, name, value
         for attributes in self._replicas:
             yield attributes, "require_backward_grad_sync", False  # a forward with it prepares a reduction

@@ -32,7 +32,7 @@ from torchckpt.regions.flags import state_lock
 from torchckpt.regions.private import alive, set_version, storage_key
 from torchckpt.regions.state.layout import Copy, Key, Layout, layout_of, lengths_of, values_of
 from torchckpt.regions.state.reached import runs_compiled_code
-from torchckpt.tensors import parameter_as, version_of
+from torchckpt.tensors import graded_as, may_equal, parameter_as, version_of
 from torchckpt.typing import Function
 
 __all__ = ["ModuleState", "Substitutes", "changed_in_place", "exclusive", "record_state", "substituted"]
@@ -55,6 +55,8 @@ class Substitutes(NamedTuple):
     """By ``id()``: the tensors that the replay must not read, because they were changed in place."""
     late: dict[int, Late]
     """By ``id()``: the substitutes for parameters that a forward has changed for the first time. Nobody has a copy."""
+    graded: list[tuple[Tensor, bool]]
+    """Parameters that required grad in the forward and do not now, or the other way, and whether they did."""
     layout: Layout
     """It finds the path of a tensor for an error, which takes long."""
 
@@ -158,7 +160,7 @@ class ModuleState:
             if tensor is None or copy is None or key in layout.changing or key in layout.unversioned:
                 continue
             drops = tensor.layout != torch.strided or (tensor.nbytes > _SMALL_BYTES and key not in layout.statistics)
-            if not _equal(copy.values, tensor):
+            if not may_equal(copy.values, tensor):
                 layout.changing.add(key)
                 layout.unversioned.add(key)
             elif has_ended and drops:
@@ -193,12 +195,12 @@ class ModuleState:
             return None
         if now[:first] != layout.children and not self._is_reached:
             raise _other_modules(function, "modules")
-        substitutes = Substitutes([], {}, {}, layout)
+        substitutes = Substitutes([], {}, {}, [], layout)
         if not same:
             self._substitute_parameters(substitutes, function)
         self._substitute_buffers(substitutes)
         substitutes.values.extend((layout.dict_of(key), key[1], _NOTHING) for key in layout.added_attributes())
-        substitutes.values.extend(layout.other_flags(self._flags, flags))
+        substitutes.values.extend(layout.other_flags(self._flags, flags, [of for of, *_ in substitutes.values]))
         if (substitutes.changed or substitutes.late) and (
             layout.is_compiled or (self._is_reached and runs_compiled_code(function))
         ):  # whose reads cannot be watched: it would be compiled again
@@ -208,14 +210,14 @@ class ModuleState:
                 raise changed_in_place(function, tensor, layout.path_of(tensor))
             for late in substitutes.late.values():
                 raise _changed_late(function, late)
-        return substitutes if substitutes.values or substitutes.changed else None
+        return substitutes if any(substitutes[:-1]) else None
 
     def _substitute_parameters(self, substitutes: Substitutes, function: Function) -> None:
         then = self.layout.parameters_of(self._values)
         if then is None:
             raise _other_modules(function, "parameters")
         twins: dict[int, nn.Parameter] = {}
-        for (key, tensor), version in zip(then.items(), self._versions):
+        for (key, tensor), version, graded in zip(then.items(), self._versions, self._flags[-len(then) :]):
             parameters, name = self.layout.parameters[key[0]], key[1]
             now, twin = parameters[name], tensor
             if _is_sharded(tensor) or _is_sharded(now):  # FSDP2 swaps them, and keeps their values right
@@ -226,6 +228,8 @@ class ModuleState:
                 twin = twins[id(tensor)]
             if now is not twin:
                 substitutes.values.append((parameters, name, twin))
+            if twin is not None and twin.requires_grad is not graded:
+                substitutes.graded.append((twin, graded))
 
     def _twin(self, substitutes: Substitutes, key: Key, tensor: nn.Parameter, version: int) -> nn.Parameter:
         """The substitute for a parameter that was at ``version``, and has been changed in place since."""
@@ -308,7 +312,7 @@ def exclusive(function: Function) -> Iterator[None]:
 def substituted(substitutes: Substitutes, function: Function) -> Iterator[None]:
     """Inside the block, modules hold the substitutes, and reading a tensor that was changed in place raises."""
     before: list[tuple[dict[str, Any], str, Any]] = []
-    with exclusive(function):
+    with exclusive(function), graded_as(substitutes.graded):
         try:
             before += [(dictionary, name, dictionary.get(name, _NOTHING)) for dictionary, name, _ in substitutes.values]
             _put(substitutes.values)
@@ -363,15 +367,6 @@ def _versions(values: Sequence[Any], first: int) -> list[int]:
 
 def _is_sharded(tensor: Tensor | None) -> bool:
     return isinstance(tensor, imported("torch.distributed.tensor", "DTensor"))
-
-
-def _equal(values: Tensor | None, tensor: Tensor) -> bool:
-    if values is None or type(tensor) is not Tensor or tensor.is_meta or tensor.layout != torch.strided:
-        return True  # the values cannot be compared
-    try:
-        return torch.equal(values, tensor)
-    except NotImplementedError:  # such as float4
-        return True
 
 
 def changed_in_place(function: Function, tensor: Tensor, path: str) -> RecomputationError:
