@@ -344,3 +344,46 @@ def test_numbers_that_go_with_the_tensors_of_a_module_are_those_of_the_forward(c
         numbers.append([value for value in vars(module[1]).values() if isinstance(value, (bool, int))])
     assert_equal(found[4:], found[:4])
     assert numbers[0] == numbers[1]
+
+
+class Task(nn.Module):
+    """Which weight it reads, how often, and what follows, is set from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.task, self.factor, self.kind, self.calls = 0, 1.0, "sine", 0
+        self.heads, self.names = nn.ModuleList(nn.Linear(7, 7) for _ in range(3)), ["a"]
+
+    def forward(self, x):
+        self.calls += 1  # of its own, so that a replay counts, too
+        x = self.heads[self.task](x) * self.factor
+        for _ in self.names:
+            x = nn.functional.dropout(x, 0.3)
+        return x.sin() if self.kind == "sine" else x.cos()
+
+
+class Counting(Task):
+    def forward(self, x):
+        if is_recomputing():
+            self.replays = getattr(self, "replays", 0) + 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("make", [Task, Counting])
+@CALLS
+def test_settings_of_modules_that_change_between_a_forward_and_its_backward_are_those_of_the_forward(call, make):
+    found = []
+    for way in (plain, call):
+        torch.manual_seed(1)
+        module, losses = make(), []
+        x = torch.randn(5, 7, requires_grad=True)
+        settings = [(0, 1.0, "sine", ["a"]), (1, 2.5, "cosine", ["a", "b"]), (2, 0.5, "sine", [])]
+        for task, factor, kind, names in settings[: 3 if make is Task else 1]:
+            module.task, module.factor, module.kind, module.names = task, factor, kind, names
+            losses.append(way(module, x).sum())
+        sum(losses).backward()
+        assert module.calls == len(losses) * (1 if way is plain else 2)
+        assert (module.task, module.kind, module.names) == (task, kind, names)
+        found.append([x.grad, *(p.grad for p in module.parameters())])
+    assert_equal(found[1], found[0])
+    assert getattr(module, "replays", 1) == 1

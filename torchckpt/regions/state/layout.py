@@ -26,7 +26,7 @@ __all__ = [
     "Copy", "Key", "Known", "Layout", "Modules", "NamesModules", "known_of", "layout_of", "lengths_of", "values_of",
 ]
 
-_NUMBERS = (bool, int, float, complex, type(None))
+_SETTINGS = (bool, int, float, complex, str, list, tuple, type(None))
 _OF_EVERY_MODULE = OF_EVERY_MODULE | {"training"}
 _SYNC = "require_forward_param_sync"
 """Whether the next forward of a DistributedDataParallel sends buffers. A replay sends what its forward has sent."""
@@ -133,7 +133,7 @@ class Layout:
         self.without_buffers = len(values_of(self.tables[: -len(others)] if others else self.tables))
         named = enumerate(map(partial(_names_of, torch.is_tensor), modules), start=len(modules))
         self._attributes = [(place, name) for place, names in named for name in names]
-        numbers = enumerate(map(_numbers_of, modules), start=len(modules))
+        numbers = enumerate(map(_settings_of, modules), start=len(modules))
         self._numbers = [(place, name) for place, names in numbers for name in names]
         self._replicas = [vars(module) for module in modules if isinstance(module, nn.parallel.DistributedDataParallel)]
         self._flags = [(of, "training") for of in self.dicts] + [(self.dict_of(key), key[1]) for key in self._numbers]
@@ -184,8 +184,8 @@ class Layout:
         return generators_in([*held, *(source() for source in self._sources)])
 
     def flags(self) -> list[Any]:
-        """The ``training`` flag of each module, the attributes that were numbers or None when this layout was made, and
-        at the end whether each parameter requires grad."""
+        """The ``training`` flag of each module, what were settings as numbers and words when this layout was made,
+        and at the end whether each parameter requires grad."""
         flags = [attributes.get(name) for attributes, name in self._flags]
         for key, value in zip(self._numbers, flags[len(self.dicts) :]):
             if isinstance(value, Tensor) and key not in self._attributes:
@@ -194,16 +194,18 @@ class Layout:
         return flags + [p is not None and p.requires_grad for table in self.parameters for p in table.values()]
 
     def other_flags(
-        self, then: list[Any], now: list[Any], lent: Sequence[Mapping[str, Any]]
+        self, then: list[Any], left: list[Any], now: list[Any], lent: Sequence[Mapping[str, Any]]
     ) -> Iterator[tuple[dict[str, Any], str, Any]]:
-        """The attributes to put back so that ``flags()`` is as it was. A number that is another number stays: functions
-        count; but not where a replay is ``lent`` tensors of the module, which go with it, as a cache with its length.
+        """The attributes to put back so that ``flags()`` is as ``then``, before a forward that has ``left`` others. A
+        number that it has changed to another number stays: functions count; but not where a replay is ``lent`` tensors
+        of the module, which go with it, as a cache with its length. Who asks ``is_recomputing()`` sees to it.
         """
-        tables, each = {*map(id, lent)}, enumerate(zip(self.dicts, self.parameters, self._buffers))
-        with_numbers = {id(of[0]) for at, of in each if at not in self._asking and not tables.isdisjoint(map(id, of))}
-        for (attributes, name), value, now_is in zip(self._flags, then, now):
-            goes = name == "training" or id(attributes) in with_numbers
-            goes = goes or (isinstance(now_is, Tensor) and not isinstance(value, Tensor))
+        tables, each = {*map(id, lent)}, zip(self.dicts, self.parameters, self._buffers)
+        with_numbers = {id(of[0]) for of in each if not tables.isdisjoint(map(id, of))}
+        asking = {id(self.dicts[place]) for place in self._asking}
+        for (attributes, name), value, after, now_is in zip(self._flags, then, left, now):
+            goes = (after is value or id(attributes) in with_numbers) and id(attributes) not in asking
+            goes = goes or name == "training" or (isinstance(now_is, Tensor) and not isinstance(value, Tensor))
             if (now_is is not value and goes) or name == _SYNC:  # which a replay sets, too
                 yield attributes, name, value
         for attributes in self._replicas:
@@ -335,10 +337,10 @@ def lengths_of(tables: Iterable[dict[str, Any]]) -> list[int]:
     return list(map(len, tables))
 
 
-def _numbers_of(module: nn.Module) -> list[str]:
+def _settings_of(module: nn.Module) -> list[str]:
     if _is_of_torch(module):
         return []
-    return [name for name, value in vars(module).items() if type(value) in _NUMBERS and name not in _OF_EVERY_MODULE]
+    return [name for name, value in vars(module).items() if type(value) in _SETTINGS and name not in _OF_EVERY_MODULE]
 
 
 def _names_of(is_one: Callable[[object], object], module: nn.Module) -> list[str]:
