@@ -3,9 +3,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from functools import partial
-from itertools import chain, count, takewhile
-from operator import attrgetter
+from itertools import chain, count, starmap, takewhile
+from numbers import Number
+from operator import attrgetter, is_
 from types import MethodType
 from typing import Any, TypeAlias
 
@@ -26,7 +28,10 @@ __all__ = [
     "Copy", "Key", "Known", "Layout", "Modules", "NamesModules", "known_of", "layout_of", "lengths_of", "values_of",
 ]
 
-_SETTINGS = (bool, int, float, complex, str, list, tuple, type(None))
+_ATOMS = frozenset((bool, int, float, complex, str, type(None)))
+_PLAIN = (Number, str, Enum, torch.dtype, type(None))  # numbers of NumPy, too
+_MOST = 64
+"""The most items of a list that is a setting."""
 _OF_EVERY_MODULE = OF_EVERY_MODULE | {"training"}
 _SYNC = "require_forward_param_sync"
 """Whether the next forward of a DistributedDataParallel sends buffers. A replay sends what its forward has sent."""
@@ -185,28 +190,36 @@ class Layout:
 
     def flags(self) -> list[Any]:
         """The ``training`` flag of each module, what were settings as numbers and words when this layout was made,
-        and at the end whether each parameter requires grad."""
-        flags = [attributes.get(name) for attributes, name in self._flags]
-        for key, value in zip(self._numbers, flags[len(self.dicts) :]):
-            if isinstance(value, Tensor) and key not in self._attributes:
-                self._attributes.append(key)
-                self.is_simple = False
+        and at the end whether each parameter requires grad. Types stand for tensors and for what may hold some: calls
+        that hold what the last one has left on a module would hold the graphs of all before."""
+        flags: list[Any] = list(starmap(_GET, self._flags))
+        if not _ATOMS.issuperset(map(type, flags)):
+            for place, value in enumerate(flags):
+                if not _is_setting(value):
+                    flags[place] = type(value)
+                if isinstance(value, Tensor):
+                    self.is_simple, key = False, self._numbers[place - len(self.dicts)]
+                    self._attributes += [] if key in self._attributes else [key]
         return flags + [p is not None and p.requires_grad for table in self.parameters for p in table.values()]
 
+    def stay(self, then: list[Any]) -> list[bool]:
+        """Which of the flags ``then`` are still the same, before those of the parameters."""
+        return list(map(is_, starmap(_GET, self._flags), then))
+
     def other_flags(
-        self, then: list[Any], left: list[Any], now: list[Any], lent: Sequence[Mapping[str, Any]]
+        self, then: list[Any], stay: list[bool], now: list[Any], lent: Sequence[Mapping[str, Any]]
     ) -> Iterator[tuple[dict[str, Any], str, Any]]:
-        """The attributes to put back so that ``flags()`` is as ``then``, before a forward that has ``left`` others. A
+        """The attributes to put back so that ``flags()`` is as ``then``, before a forward in which some ``stay``. A
         number that it has changed to another number stays: functions count; but not where a replay is ``lent`` tensors
         of the module, which go with it, as a cache with its length. Who asks ``is_recomputing()`` sees to it.
         """
         tables, each = {*map(id, lent)}, zip(self.dicts, self.parameters, self._buffers)
         with_numbers = {id(of[0]) for of in each if not tables.isdisjoint(map(id, of))}
         asking = {id(self.dicts[place]) for place in self._asking}
-        for (attributes, name), value, after, now_is in zip(self._flags, then, left, now):
-            goes = (after is value or id(attributes) in with_numbers) and id(attributes) not in asking
-            goes = goes or name == "training" or (isinstance(now_is, Tensor) and not isinstance(value, Tensor))
-            if (now_is is not value and goes) or name == _SYNC:  # which a replay sets, too
+        for (attributes, name), value, stays, now_is in zip(self._flags, then, stay, now):
+            goes = (stays or id(attributes) in with_numbers) and id(attributes) not in asking
+            goes = goes or name == "training" or (isinstance(now_is, type) and issubclass(now_is, Tensor))
+            if (now_is is not value and goes and not isinstance(value, type)) or name == _SYNC:  # a replay sets it, too
                 yield attributes, name, value
         for attributes in self._replicas:
             yield attributes, "require_backward_grad_sync", False  # a forward with it prepares a reduction
@@ -331,6 +344,7 @@ def values_of(tables: Iterable[dict[str, Any]]) -> list[Any]:
 
 
 _VALUES: Callable[[dict[str, Any]], Iterable[Any]] = dict.values
+_GET: Callable[[dict[str, Any], str], Any] = dict.get
 
 
 def lengths_of(tables: Iterable[dict[str, Any]]) -> list[int]:
@@ -340,7 +354,15 @@ def lengths_of(tables: Iterable[dict[str, Any]]) -> list[int]:
 def _settings_of(module: nn.Module) -> list[str]:
     if _is_of_torch(module):
         return []
-    return [name for name, value in vars(module).items() if type(value) in _SETTINGS and name not in _OF_EVERY_MODULE]
+    values = ((name, value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE)
+    return [name for name, value in values if isinstance(value, (*_PLAIN, list, tuple))]
+
+
+def _is_setting(value: object) -> bool:
+    """Whether ``value`` is a number, a word, or a few of these."""
+    if isinstance(value, (list, tuple)):
+        return 0 < len(value) <= _MOST and all(isinstance(item, _PLAIN) for item in value)
+    return isinstance(value, _PLAIN)
 
 
 def _names_of(is_one: Callable[[object], object], module: nn.Module) -> list[str]:
@@ -363,4 +385,8 @@ def _is_flattened(module: nn.Module) -> bool:
 
 
 def _is_of_torch(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.")
+    """Whether no code of others is in its class, which ``fully_shard`` and ``parametrize`` make of a user's class."""
+    return all(cls.__module__.partition(".")[0] in _OF_TORCH for cls in type(module).__mro__)
+
+
+_OF_TORCH = frozenset(("abc", "builtins", "torch", "typing"))

@@ -89,7 +89,9 @@ class ModuleState:
     def __init__(self, layout: Layout, values: list[Any], is_locked: bool, is_reached: bool) -> None:
         self.layout, self._values, self._is_locked, self._is_reached = layout, values, is_locked, is_reached
         self._versions = _versions(values, len(layout.children))
-        self._flags = self._flags_left = layout.flags()
+        self._flags = layout.flags()
+        self._stay: list[bool] = []
+        """Which of ``_flags`` the forward has left as they were."""
         self._after: dict[Key, int] = _EMPTY
         """The versions of the parameters that this forward has changed in place, after it."""
         self._new_copies: list[Key] = []  # the copies that this call made
@@ -142,7 +144,7 @@ class ModuleState:
 
     def note_changes(self, has_ended: bool = True) -> None:
         """Note what the forward has changed so far; at its end, drop large copies of other buffers."""
-        layout, self._flags_left = self.layout, self.layout.flags()
+        layout, self._stay = self.layout, self.layout.stay(self._flags)
         versions = _versions(self._values, len(layout.children))
         if versions != self._versions and not self._is_reached:
             each = zip((layout.parameters_of(self._values) or {}).items(), self._versions, versions)
@@ -201,7 +203,7 @@ class ModuleState:
         self._substitute_buffers(substitutes)
         substitutes.values.extend((layout.dict_of(key), key[1], _NOTHING) for key in layout.added_attributes())
         lent = [table for table, *_ in substitutes.values]
-        substitutes.values.extend(layout.other_flags(self._flags, self._flags_left, flags, lent))
+        substitutes.values.extend(layout.other_flags(self._flags, self._stay, flags, lent))
         if (substitutes.changed or substitutes.late) and (
             layout.is_compiled or (self._is_reached and runs_compiled_code(function))
         ):  # whose reads cannot be watched: it would be compiled again

@@ -1,0 +1,100 @@
+"""Settings, attributes of modules that are no tensors: those of which classes, and what is left in them dies."""
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from tests.helpers import assert_equal, by_hand, plain, prefetched
+from torchckpt import checkpoint
+
+CALLS = pytest.mark.parametrize("call", [checkpoint, by_hand, prefetched], ids=lambda call: call.__name__)
+
+
+class Leaving(nn.Module):
+    """Leaves what it has computed in an attribute, as attention weights for a plot."""
+
+    def __init__(self, leave) -> None:
+        super().__init__()
+        self.linear, self.left, self.seen, self.leave = nn.Linear(4, 4), None, [], leave
+
+    def forward(self, x):
+        h = self.linear(x).relu()
+        out = self.linear(h)
+        self.leave(self, h)
+        return out
+
+
+def in_list(module, h):
+    module.left = [h]
+
+
+def in_tuple(module, h):
+    module.left = (h, 1)
+
+
+def in_dict(module, h):
+    module.left = {"h": h}
+
+
+def as_tensor(module, h):
+    module.left = h
+
+
+def behind_others(module, h):
+    module.seen.append(h)
+
+
+@pytest.mark.parametrize("leave", [in_list, in_tuple, in_dict, as_tensor, behind_others])
+@CALLS
+def test_what_a_forward_without_a_backward_leaves_on_its_module_dies_with_the_next_call(call, leave):
+    module, graphs = Leaving(leave), []
+    for _ in range(4):
+        module.seen = []
+        out = call(module, torch.randn(3, 4))
+        h = module.seen[0] if leave is behind_others else module.left
+        h = h if isinstance(h, torch.Tensor) else next(iter(h.values() if isinstance(h, dict) else h))
+        graphs.append(weakref.ref(h))
+        del out, h
+    gc.collect()
+    assert sum(graph() is not None for graph in graphs) <= 2
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.factor, self.sizes = nn.Parameter(torch.randn(4, 4)), 1.0, None
+
+    def forward(self, x):
+        x = (x @ self.weight * self.factor).sin()
+        return x if self.sizes is None else x * x.new_full(self.sizes, 2.0).sin()
+
+
+class Twice(nn.Module):
+    def forward(self, weight):
+        return weight * 2
+
+
+@pytest.mark.parametrize("is_parametrized", [False, True])
+@CALLS
+def test_settings_of_a_class_that_torch_has_made_of_one_of_the_users_are_those_of_the_forward(call, is_parametrized):
+    found = []
+    for way in (plain, call):
+        torch.manual_seed(1)
+        module, losses = Scaled(), []
+        if is_parametrized:
+            parametrize.register_parametrization(module, "weight", Twice())
+        x = torch.randn(3, 4, requires_grad=True)
+        for factor, sizes in [(1.0, None), (numpy.float64(0.5), (3, 4)), (numpy.float32(2.5), torch.Size([4]))]:
+            module.factor, module.sizes = factor, sizes
+            losses.append(way(module, x).sum())
+        module.factor, module.sizes = 7, {"none": 0}
+        sum(losses).backward()
+        assert (module.factor, module.sizes) == (7, {"none": 0})
+        found.append([x.grad, *(p.grad for p in module.parameters())])
+    assert_equal(found[1], found[0])
