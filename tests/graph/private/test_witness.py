@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import threading
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from tests.graph.eager import compare
 from tests.helpers import assert_equal
 from torchckpt import graph
 from torchckpt.errors import CaptureError
+from torchckpt.graph.private.witness import Witness
 
 HERE = SimpleNamespace()
 """What outlives a call. It is new in each test: of frozen objects the garbage collector does not say what they hold."""
@@ -240,3 +242,12 @@ def test_forward_that_only_counts_is_not():
 
     model = Doing(does)
     compare(model, graph.rematerialize(model), torch.ones(2, 4))
+
+
+def test_a_call_does_not_keep_the_operators_of_its_trace():
+    before = [one for one in gc.get_objects() if type(one) is Witness]
+    model = graph.rematerialize(nn.Linear(4, 4))
+    model(torch.randn(2, 4))
+    held = [one for one in gc.get_objects() if type(one) is Witness and one not in before]
+    assert held
+    assert not any(one._seen or one._runs for one in held)

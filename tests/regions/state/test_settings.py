@@ -98,3 +98,31 @@ def test_settings_of_a_class_that_torch_has_made_of_one_of_the_users_are_those_o
         assert (module.factor, module.sizes) == (7, {"none": 0})
         found.append([x.grad, *(p.grad for p in module.parameters())])
     assert_equal(found[1], found[0])
+
+
+class Table(nn.Module):
+    """Makes a table at its first call, and notes its length, in attributes that were not there before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        if len(x) > getattr(self, "length", 0):
+            self.length = len(x)
+            self.table = torch.arange(float(len(x)))
+        return (self.linear(x) * self.table[: len(x), None]).sin()
+
+
+@CALLS
+def test_numbers_that_come_with_a_tensor_at_the_first_call_go_with_it(call):
+    found = []
+    for way in (plain, call):
+        torch.manual_seed(1)
+        module = Table()
+        inputs = [torch.randn(rows, 4, requires_grad=True) for rows in (3, 5)]
+        for x in inputs:
+            way(module, x).sum().backward()
+        assert module.length == len(module.table) == 5
+        found.append([*(x.grad for x in inputs), *(p.grad for p in module.parameters())])
+    assert_equal(found[1], found[0])

@@ -69,7 +69,9 @@ class Witness:
     def refuse_changed(self) -> None:
         """Raise a CaptureError if the forward did something else in the last run of the trace than in the one before.
         AOTAutograd runs it twice."""
-        if any(run != self._runs[-1] for run in self._runs[-2:]):
+        *_, last = runs = self._runs[-2:]
+        self._runs.clear()  # the call keeps its witness
+        if any(run != last for run in runs):
             rule = "the call sets what it reads, so that it does something else each time"
             received = "another operation, or another number, in the second run of a trace than in the first"
             works = "model(*inputs), once, before, if that is at the first call alone; or a tensor in a buffer: "

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import partial
-from itertools import chain, count, starmap, takewhile
+from itertools import chain, count, islice, starmap, takewhile
 from numbers import Number
 from operator import attrgetter, is_
 from types import MethodType
@@ -167,12 +167,18 @@ class Layout:
                 yield key, value
 
     def added_attributes(self) -> Iterator[Key]:
-        """The tensors that were added as attributes, under new names, since this layout was made."""
+        """The tensors that were added as attributes, under new names, since this layout was made, and the numbers that
+        were added with them, as the length of a table."""
         if self.lengths != lengths_of(self.dicts):
             for place, attributes in enumerate(self.dicts, start=len(self.dicts)):
-                for name, value in attributes.items():
-                    if isinstance(value, Tensor) and (place, name) not in self._attributes:
-                        yield place, name
+                tensors = [(place, name) for name, value in attributes.items() if isinstance(value, Tensor)]
+                added = [key for key in tensors if key not in self._attributes]
+                yield from added
+                if added and not self.asks(added[0]):
+                    more = max(0, len(attributes) - self.lengths[place - len(self.dicts)])
+                    last = islice(reversed(attributes.items()), more)
+                    keys = ((place, name) for name, value in last if _is_setting(value))
+                    yield from (key for key in keys if key not in self._numbers)
 
     def asks(self, key: Key) -> bool:
         """Whether code of the module that has the buffer of ``key`` asks ``is_recomputing()``."""
