@@ -27,6 +27,7 @@ __all__ = [
 ]
 
 _SETTINGS = (bool, int, float, complex, str, list, tuple, type(None))
+_OF_TORCH = {"torch", "torchckpt", "builtins", "typing", "abc"}
 _OF_EVERY_MODULE = OF_EVERY_MODULE | {"training"}
 _SYNC = "require_forward_param_sync"
 """Whether the next forward of a DistributedDataParallel sends buffers. A replay sends what its forward has sent."""
@@ -363,4 +364,5 @@ def _is_flattened(module: nn.Module) -> bool:
 
 
 def _is_of_torch(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.")
+    """Whether no class of it is a user's. One that torch makes of such a class, to shard it, names torch's module."""
+    return {cls.__module__.partition(".")[0] for cls in type(module).__mro__} <= _OF_TORCH
