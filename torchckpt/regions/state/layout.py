@@ -26,7 +26,10 @@ __all__ = [
     "Copy", "Key", "Known", "Layout", "Modules", "NamesModules", "known_of", "layout_of", "lengths_of", "values_of",
 ]
 
-_SETTINGS = (bool, int, float, complex, str, list, tuple, type(None))
+_PLAIN = (bool, int, float, complex, str, type(None))
+_SETTINGS = (*_PLAIN, tuple, list, dict)
+_MOST_COPIED = 64
+"""The most entries of a list or a dict that each forward copies."""
 _OF_TORCH = {"torch", "torchckpt", "builtins", "typing", "abc"}
 _OF_EVERY_MODULE = OF_EVERY_MODULE | {"training"}
 _SYNC = "require_forward_param_sync"
@@ -139,6 +142,9 @@ class Layout:
         self._replicas = [vars(module) for module in modules if isinstance(module, nn.parallel.DistributedDataParallel)]
         self._flags = [(of, "training") for of in self.dicts] + [(self.dict_of(key), key[1]) for key in self._numbers]
         self._flags += [(of, _SYNC) for of in self._replicas]
+        kinds = [type(attributes.get(name)) for attributes, name in self._flags]
+        self._tables: dict[int, Any] = {place: None for place, kind in enumerate(kinds) if kind in (list, dict)}
+        """Copies of the settings that may change in place, as the scales of adapters; by their place in ``flags()``."""
         self.is_simple = not (self.norms or self._attributes or self._replicas)
         """Whether ``tables`` has all: there are no norm layers, no tensors that are plain attributes, and no DDP."""
         self.is_lazy = any(is_lazy(value) for value in values_of([*self.parameters, *self._buffers]))
@@ -188,11 +194,24 @@ class Layout:
         """The ``training`` flag of each module, what were settings as numbers and words when this layout was made,
         and at the end whether each parameter requires grad."""
         flags = [attributes.get(name) for attributes, name in self._flags]
+        for place in self._tables:
+            flags[place] = self._copied(place, flags[place])
         for key, value in zip(self._numbers, flags[len(self.dicts) :]):
             if isinstance(value, Tensor) and key not in self._attributes:
                 self._attributes.append(key)
                 self.is_simple = False
         return flags + [p is not None and p.requires_grad for table in self.parameters for p in table.values()]
+
+    def _copied(self, place: int, value: Any) -> Any:
+        """``value``; of a short list or dict of numbers and words a copy, the one from before if it has the same."""
+        if type(value) not in (list, dict):
+            return value
+        inside = value if type(value) is list else value.values()
+        if len(inside) > _MOST_COPIED or not all(type(each) in _PLAIN for each in inside):
+            return value
+        if self._tables[place] != value:
+            self._tables[place] = value.copy()
+        return self._tables[place]
 
     def other_flags(
         self, then: list[Any], left: list[Any], now: list[Any], lent: Sequence[Mapping[str, Any]]
