@@ -3,10 +3,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from enum import Enum
 from functools import partial
 from itertools import chain, count, islice, starmap, takewhile
-from numbers import Number
 from operator import attrgetter, is_
 from types import MethodType
 from typing import Any, TypeAlias
@@ -15,7 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torchckpt.modules import OF_EVERY_MODULE, is_compiled, is_module, module_of, uncompiled
+from torchckpt.modules import (
+    ATOMS,
+    OF_EVERY_MODULE,
+    PLAIN,
+    is_compiled,
+    is_module,
+    is_of_torch,
+    module_of,
+    noted,
+    uncompiled,
+)  # fmt: skip
 from torchckpt.regions.private import norm_layer, set_version
 from torchckpt.regions.state.ambient import Generator
 from torchckpt.regions.state.host_random import as_generator, generators_in
@@ -28,10 +36,6 @@ __all__ = [
     "Copy", "Key", "Known", "Layout", "Modules", "NamesModules", "known_of", "layout_of", "lengths_of", "values_of",
 ]
 
-_ATOMS = frozenset((bool, int, float, complex, str, type(None)))
-_PLAIN = (Number, str, Enum, torch.dtype, type(None))  # numbers of NumPy, too
-_MOST = 64
-"""The most items of a list that is a setting."""
 _OF_EVERY_MODULE = OF_EVERY_MODULE | {"training"}
 _SYNC = "require_forward_param_sync"
 """Whether the next forward of a DistributedDataParallel sends buffers. A replay sends what its forward has sent."""
@@ -125,7 +129,7 @@ class Layout:
         inside: list[dict[str, Any]] = [module._modules for module in modules]
         end: dict[str, Any] = {"": _End()}
         self.children = values_of([*inside, end])
-        norms = [(place, m) for place, m in enumerate(modules) if isinstance(m, norm_layer) and _is_of_torch(m)]
+        norms = [(place, m) for place, m in enumerate(modules) if isinstance(m, norm_layer) and is_of_torch(m)]
         reach = {cls: reach_of(cls) for cls in {*map(type, modules)}}
         # Code of others names their statistics, as where a convolution and a BatchNorm are trained as one.
         readers = {cls for cls in reach if not (issubclass(cls, norm_layer) or reach[cls].names.isdisjoint(STATISTICS))}
@@ -143,6 +147,8 @@ class Layout:
         self._replicas = [vars(module) for module in modules if isinstance(module, nn.parallel.DistributedDataParallel)]
         self._flags = [(of, "training") for of in self.dicts] + [(self.dict_of(key), key[1]) for key in self._numbers]
         self._flags += [(of, _SYNC) for of in self._replicas]
+        kinds = map(type, starmap(_GET, self._flags))
+        self._tables = [place for place, kind in enumerate(kinds) if kind in (list, dict)]  # may change in place
         self.is_simple = not (self.norms or self._attributes or self._replicas)
         """Whether ``tables`` has all: there are no norm layers, no tensors that are plain attributes, and no DDP."""
         self.is_lazy = any(is_lazy(value) for value in values_of([*self.parameters, *self._buffers]))
@@ -177,7 +183,7 @@ class Layout:
                 if added and not self.asks(added[0]):
                     more = max(0, len(attributes) - self.lengths[place - len(self.dicts)])
                     last = islice(reversed(attributes.items()), more)
-                    keys = ((place, name) for name, value in last if _is_setting(value))
+                    keys = ((place, name) for name, value in last if not isinstance(noted(value), type))
                     yield from (key for key in keys if key not in self._numbers)
 
     def asks(self, key: Key) -> bool:
@@ -199,10 +205,9 @@ class Layout:
         and at the end whether each parameter requires grad. Types stand for tensors and for what may hold some: calls
         that hold what the last one has left on a module would hold the graphs of all before."""
         flags: list[Any] = list(starmap(_GET, self._flags))
-        if not _ATOMS.issuperset(map(type, flags)):
-            for place, value in enumerate(flags):
-                if not _is_setting(value):
-                    flags[place] = type(value)
+        if not ATOMS.issuperset(map(type, flags)):
+            for place in [place for place, kind in enumerate(map(type, flags)) if kind not in ATOMS]:
+                value, flags[place] = flags[place], noted(flags[place])
                 if isinstance(value, Tensor):
                     self.is_simple, key = False, self._numbers[place - len(self.dicts)]
                     self._attributes += [] if key in self._attributes else [key]
@@ -210,7 +215,10 @@ class Layout:
 
     def stay(self, then: list[Any]) -> list[bool]:
         """Which of the flags ``then`` are still the same, before those of the parameters."""
-        return list(map(is_, starmap(_GET, self._flags), then))
+        stay = list(map(is_, starmap(_GET, self._flags), then))
+        for place in self._tables:
+            stay[place] = noted(_GET(*self._flags[place])) == then[place]
+        return stay
 
     def other_flags(
         self, then: list[Any], stay: list[bool], now: list[Any], lent: Sequence[Mapping[str, Any]]
@@ -225,8 +233,10 @@ class Layout:
         for (attributes, name), value, stays, now_is in zip(self._flags, then, stay, now):
             goes = (stays or id(attributes) in with_numbers) and id(attributes) not in asking
             goes = goes or name == "training" or (isinstance(now_is, type) and issubclass(now_is, Tensor))
-            if (now_is is not value and goes and not isinstance(value, type)) or name == _SYNC:  # a replay sets it, too
-                yield attributes, name, value
+            is_table = type(value) in (list, dict)  # a copy, and not to be changed by a replay
+            differs = now_is is not value and not (isinstance(value, type) or (is_table and now_is == value))
+            if (differs and goes) or name == _SYNC:  # a replay sets it, too
+                yield attributes, name, value.copy() if is_table else value
         for attributes in self._replicas:
             yield attributes, "require_backward_grad_sync", False  # a forward with it prepares a reduction
 
@@ -358,22 +368,15 @@ def lengths_of(tables: Iterable[dict[str, Any]]) -> list[int]:
 
 
 def _settings_of(module: nn.Module) -> list[str]:
-    if _is_of_torch(module):
+    if is_of_torch(module):
         return []
     values = ((name, value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE)
-    return [name for name, value in values if isinstance(value, (*_PLAIN, list, tuple))]
-
-
-def _is_setting(value: object) -> bool:
-    """Whether ``value`` is a number, a word, or a few of these."""
-    if isinstance(value, (list, tuple)):
-        return 0 < len(value) <= _MOST and all(isinstance(item, _PLAIN) for item in value)
-    return isinstance(value, _PLAIN)
+    return [name for name, value in values if isinstance(value, (*PLAIN, list, tuple, dict))]
 
 
 def _names_of(is_one: Callable[[object], object], module: nn.Module) -> list[str]:
     """The names of attributes whose value ``is_one``; in layers that are not torch's, also those that hold None."""
-    may_come = not _is_of_torch(module)
+    may_come = not is_of_torch(module)
     return [
         name
         for name, value in vars(module).items()
@@ -388,11 +391,3 @@ def _is_flattened(module: nn.Module) -> bool:
     parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
     is_whole = all(isinstance(p, nn.Parameter) and not hasattr(p, "_fsdp_flattened") for p in parameters)
     return not (is_whole and vars(module).get("_fsdp_use_orig_params"))
-
-
-def _is_of_torch(module: nn.Module) -> bool:
-    """Whether no code of others is in its class, which ``fully_shard`` and ``parametrize`` make of a user's class."""
-    return all(cls.__module__.partition(".")[0] in _OF_TORCH for cls in type(module).__mro__)
-
-
-_OF_TORCH = frozenset(("abc", "builtins", "torch", "typing"))
