@@ -36,7 +36,7 @@ lint:
 	if command -v actionlint; then actionlint; fi
 
 # Of the same length, and each with what is like it.
-PLANS := $(addprefix tests/,graph planning models command jobs benchmarks examples pages)
+PLANS := $(addprefix tests/,graph planning models command jobs benchmarks pages)
 
 test-plans:
 	$(BIN)/python -m pytest $(PLANS) 2>&1 | $(call named,plans)
