@@ -143,15 +143,15 @@ def hooked_once(stage: LiveStage, micro_batch: int) -> Iterator[None]:
     """The weight gradients of a split backward. Hooks of tensors run in it again; here their effect is not there twice.
 
     ``stage_backward_weight`` of ``torch/distributed/pipelining/_backward.py`` (2.11 to 2.15) goes on from gradients
-    that have passed these hooks, and sets them right where parameters are behind several nodes. Ends when it always
-    does."""
+    that have passed these hooks, and from 2.13 on sets them right where parameters are behind several nodes. Ends when
+    it always does."""
 
     def as_it_was(group: dict[str, Any]) -> Any:  # not the gradients themselves, which torch frees group by group
         return lambda _: group["grads"][0]
 
     _, groups, *_ = getattr(stage, "backward_state", {}).get(micro_batch) or ((), ())
     alone = [group for group in groups or () if len(group["intermediates"]) == 1]
-    handles = [group["intermediates"][0].register_prehook(as_it_was(group)) for group in alone]
+    handles = [next(iter(group["intermediates"])).register_prehook(as_it_was(group)) for group in alone]  # 2.12: a set
     try:
         yield
     finally:
