@@ -68,7 +68,7 @@ class HookedBlocks(nn.Sequential):
 class HookedBlock(nn.Linear):
     def forward(self, x):
         product = super().forward(x)
-        if not is_recomputing():
+        if product.requires_grad and not is_recomputing():  # torch 2.11 finds shapes without gradients
             product.register_hook(lambda gradient: gradient * 0.5)
         return product.tanh()
 
