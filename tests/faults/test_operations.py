@@ -19,6 +19,7 @@ from tests.faults.tools import TOOLS, Training, same
 from tests.left_behind import module_state, thread_state
 from tests.regions.moved.calls import let_cpu_move
 from tests.settings import with_gloo, without_collector
+from tests.slow import rarely
 from torchckpt.regions.private import dispatch_modes_are_active
 
 pytestmark = [with_gloo, pytest.mark.usefixtures("group", "quiet", "quick_search", "quick_planner")]
@@ -189,9 +190,7 @@ MEASURED = [name for name in TOOLS if TOOLS[name].steps > 2]
 LONG = ["Pipe(budget=)", *(name for name in MEASURED if TOOLS[name].steps > 4)]  # Pipe(budget=).step is measured alike
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in MEASURED]
-)
+@pytest.mark.parametrize("name", rarely(LONG, MEASURED))
 def test_some_operators_of_steps_that_measure(name: str) -> None:
     shares = [(steps, (steps + 0.5) / TOOLS[name].steps) for steps in range(TOOLS[name].steps)]
     cases = [(name, *share, ERRORS[number % len(ERRORS)]) for number, share in enumerate(shares)]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from tests.helpers import assert_equal, by_hand, plain, prefetched
-from torchckpt import checkpoint
+from torchckpt import checkpoint, is_recomputing
 
 CALLS = pytest.mark.parametrize("call", [checkpoint, by_hand, prefetched], ids=lambda call: call.__name__)
 
@@ -126,3 +126,57 @@ def test_numbers_that_come_with_a_tensor_at_the_first_call_go_with_it(call):
         assert module.length == len(module.table) == 5
         found.append([*(x.grad for x in inputs), *(p.grad for p in module.parameters())])
     assert_equal(found[1], found[0])
+
+
+class Task(nn.Module):
+    """Which weight it reads, how often, and what follows, is set from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.task, self.factor, self.kind, self.calls, self.scales = 0, 1.0, "sine", 0, {"a": 1.0}
+        self.heads, self.names = nn.ModuleList(nn.Linear(7, 7) for _ in range(3)), ["a"]
+
+    def forward(self, x):
+        self.calls += 1  # of its own, so that a replay counts, too
+        x = self.heads[self.task](x) * self.factor * self.scales["a"]
+        for _ in self.names:
+            x = nn.functional.dropout(x, 0.3)
+        return x.sin() if self.kind == "sine" else x.cos()
+
+
+class Counting(Task):
+    def forward(self, x):
+        if is_recomputing():
+            self.replays = getattr(self, "replays", 0) + 1
+        return super().forward(x)
+
+
+class Made(nn.Module):
+    """The class that `parametrize` makes of the user's says that it is of torch; as `fully_shard` makes one."""
+
+    def __new__(cls):
+        module = Task()
+        module.shift = nn.Parameter(torch.ones(7))
+        parametrize.register_parametrization(module, "shift", nn.Tanh())
+        return module
+
+
+@pytest.mark.parametrize("make", [Task, Counting, Made])
+@CALLS
+def test_settings_of_modules_that_change_between_a_forward_and_its_backward_are_those_of_the_forward(call, make):
+    found = []
+    for way in (plain, call):
+        torch.manual_seed(1)
+        module, losses = make(), []
+        x = torch.randn(5, 7, requires_grad=True)
+        settings = [(0, 1.0, "sine", ["a"]), (1, 2.5, "cosine", ["a", "b"]), (2, 0.5, "sine", [])]
+        for task, factor, kind, names in settings[: 1 if make is Counting else 3]:
+            module.task, module.factor, module.kind, module.names[:] = task, factor, kind, names
+            module.scales["a"] *= 1.5
+            losses.append(way(module, x).sum())
+        sum(losses).backward()
+        assert module.calls == len(losses) * (1 if way is plain else 2)
+        assert (module.task, module.kind, module.names) == (task, kind, names)
+        found.append([x.grad, *(p.grad for p in module.parameters())])
+    assert_equal(found[1], found[0])
+    assert getattr(module, "replays", 1) == 1
