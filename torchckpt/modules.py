@@ -4,31 +4,21 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Collection
 from contextlib import suppress
-from enum import Enum
 from itertools import chain
-from numbers import Number
 from types import BuiltinMethodType, CodeType, FunctionType, MethodType, NoneType
 from typing import Any, TypeGuard
 
-import torch
 from torch import nn
 
 __all__ = [
-    "ATOMS", "OF_EVERY_MODULE", "PLAIN", "contents_of", "imported", "is_compiled", "is_compiled_class",
-    "is_compiled_function", "is_module", "is_of_torch", "module_of", "name_of", "names_in", "noted", "uncompiled",
+    "OF_EVERY_MODULE", "contents_of", "imported", "is_compiled", "is_compiled_class",
+    "is_compiled_function", "is_module", "is_of_torch", "module_of", "name_of", "names_in", "uncompiled",
 ]
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 """The attributes that each module has of torch's, besides its mode."""
-ATOMS = frozenset((bool, int, float, complex, str, type(None)))
-"""The usual types of what a module is set to."""
-PLAIN = (Number, str, Enum, torch.dtype, type(None))
-"""All types of it: ``Number`` has those of NumPy, too."""
 _OF_TORCH = frozenset(("abc", "builtins", "torch", "torchckpt", "typing"))
-_MOST = 64
-"""The most items of a list or a dict that is a setting."""
 
 
 def is_module(value: object) -> TypeGuard[nn.Module]:
@@ -116,17 +106,3 @@ def name_of(function: Any) -> str:
 def is_of_torch(module: nn.Module) -> bool:
     """Whether no code of others is in its class, which ``fully_shard`` and ``parametrize`` make of a user's class."""
     return all(cls.__module__.partition(".")[0] in _OF_TORCH for cls in type(module).__mro__)
-
-
-def noted(value: Any) -> Any:
-    """What a call may hold of ``value``: a number or a word, a copy of a few of these; of others, the type."""
-    kind = type(value)
-    if kind is dict or kind is list:
-        return value.copy() if _is_plain(value.values() if kind is dict else value) else kind
-    return value if isinstance(value, PLAIN) or (isinstance(value, tuple) and _is_plain(value)) else kind
-
-
-def _is_plain(items: Collection[Any]) -> bool:
-    return len(items) <= _MOST and (
-        ATOMS.issuperset(map(type, items)) or all(isinstance(item, PLAIN) for item in items)
-    )

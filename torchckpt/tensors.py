@@ -4,7 +4,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
+from enum import Enum
 from itertools import islice
+from numbers import Number
 from types import MemberDescriptorType
 from typing import Any, TypeAlias, cast
 
@@ -14,12 +16,18 @@ from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
 __all__ = [
-    "PutBack", "attributes_of", "copy_attributes", "detached", "flop_formula", "graded_as", "gradient_bytes",
-    "hidden_tensors", "hides_tensors", "inner_tensors", "is_iterator", "may_equal", "node_name", "nodes_behind",
-    "of_class", "parameter_as", "runs_when_accumulated", "tensors_in", "tensors_of", "tensors_of_pair", "version_of",
+    "ATOMS", "PLAIN", "PutBack", "attributes_of", "copy_attributes", "detached", "flop_formula", "graded_as",
+    "gradient_bytes", "hidden_tensors", "hides_tensors", "inner_tensors", "is_iterator", "may_equal", "node_name",
+    "nodes_behind", "noted", "of_class", "parameter_as", "runs_when_accumulated", "tensors_in", "tensors_of",
+    "tensors_of_pair", "version_of",
 ]
 
-_ATOMS = frozenset({type(None), bool, int, float, str})
+ATOMS = frozenset({type(None), bool, int, float, complex, str})
+"""Types of what holds nothing: numbers and words."""
+PLAIN = (Number, str, Enum, torch.dtype, type(None))
+"""Types of what a module is set to. ``ATOMS`` are the usual ones; ``Number`` has those of NumPy, too."""
+_MOST_NOTED = 64
+"""The most items of a list or a dict that is a setting."""
 _DEPTH, _MOST, _ALL = 4, 1000, 10_000
 """How deep objects are looked into for tensors, the most values of one container, and of all together."""
 
@@ -180,8 +188,22 @@ def _values_in(value: object, depth: int) -> Iterator[object]:
     if len(inside) <= _MOST:
         for each in list(inside):
             yield each
-            if type(each) not in _ATOMS:
+            if type(each) not in ATOMS:
                 yield from _values_in(each, depth - 1)
+
+
+def noted(value: Any) -> Any:
+    """What a call may hold of ``value``: a number or a word, a copy of a few of these; of others, the type."""
+    kind = type(value)
+    if kind is dict or kind is list:
+        return value.copy() if _is_plain(value.values() if kind is dict else value) else kind
+    return value if isinstance(value, PLAIN) or (isinstance(value, tuple) and _is_plain(value)) else kind
+
+
+def _is_plain(items: Collection[Any]) -> bool:
+    return len(items) <= _MOST_NOTED and (
+        ATOMS.issuperset(map(type, items)) or all(isinstance(item, PLAIN) for item in items)
+    )
 
 
 def version_of(tensor: Tensor) -> int:

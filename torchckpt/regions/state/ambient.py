@@ -66,7 +66,7 @@ Settings: TypeAlias = tuple[
     Any,  # the stance of torch.compiler: in another one, code that is compiled may run in eager mode
     bool,  # whether subclasses of Tensor see the functions that are called with them
     list[bool],  # whether kinds of attention, cuDNN and oneDNN are allowed
-    Callable[[], dict[Any, Any]] | None,  # makes what parametrize.cached() held; None: it was not entered
+    Callable[[], dict[Any, Any]] | None,  # what parametrize.cached() held, whose tensors have no ==; None: not entered
 ]
 
 

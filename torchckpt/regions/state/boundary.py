@@ -21,11 +21,11 @@ from torchckpt.regions.private import (
 )
 from torchckpt.regions.state.ambient import Generator
 from torchckpt.regions.state.host_random import generators_in
-from torchckpt.tensors import attributes_of, copy_attributes, hidden_tensors, is_iterator, of_class
+from torchckpt.tensors import ATOMS, attributes_of, copy_attributes, hidden_tensors, is_iterator, of_class
 
 __all__ = ["Boundary", "Hooks", "generators_among"]
 
-_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
+_ATOMS = ATOMS | {bytes, torch.dtype, torch.device}
 _LEAVES = _ATOMS | {Tensor, nn.Parameter}
 
 Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]

@@ -13,23 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torchckpt.modules import (
-    ATOMS,
-    OF_EVERY_MODULE,
-    PLAIN,
-    is_compiled,
-    is_module,
-    is_of_torch,
-    module_of,
-    noted,
-    uncompiled,
-)  # fmt: skip
+from torchckpt.modules import OF_EVERY_MODULE, is_compiled, is_module, is_of_torch, module_of, uncompiled
 from torchckpt.regions.private import norm_layer, set_version
 from torchckpt.regions.state.ambient import Generator
 from torchckpt.regions.state.host_random import as_generator, generators_in
 from torchckpt.regions.state.norms import COUNTER, STATISTICS, updates
 from torchckpt.regions.state.walk import reach_of
-from torchckpt.tensors import of_class, version_of
+from torchckpt.tensors import ATOMS, PLAIN, noted, of_class, version_of
 from torchckpt.typing import Function
 
 __all__ = [
