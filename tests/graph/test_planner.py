@@ -189,5 +189,5 @@ def test_plan_of_another_call():
         assert str(caught.value).startswith(
             "rematerialize(): the plan was made for another call: other operations, or other sizes\n"
             f"  received: a plan of {operations} operations for a call of {others}\n"
-            '  works:    budget="6GiB", to have a new one'
+            '  works:    budget="6GiB" without keep=, to have a new one'
         )

@@ -174,7 +174,7 @@ def _planned(plan: Plan, flow: Dataflow) -> Schedule:
     if _shape(plan.flow) != _shape(flow):
         rule = "the plan was made for another call: other operations, or other sizes"
         received = f"a plan of {len(plan.flow.operations)} operations for a call of {len(flow.operations)}"
-        raise_fault(Fault(rule, received, 'budget="6GiB", to have a new one'))
+        raise_fault(Fault(rule, received, 'budget="6GiB" without keep=, to have a new one'))
     return plan.schedule
 
 

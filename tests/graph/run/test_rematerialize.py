@@ -171,6 +171,21 @@ def test_pickle_has_the_model_and_its_options():
     compare(step.original, step, x)
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda step: pickle.loads(pickle.dumps(step))])
+def test_copy_has_the_hooks_of_the_step(copied, model):
+    step, x = step_of(model, torch.randn(4, 6)), torch.randn(4, 6)
+    step.register_forward_hook(_doubled)
+    twin = copied(step)
+    torch.manual_seed(1)
+    doubled = twin(x)
+    torch.manual_seed(1)
+    assert_equal(doubled, 2 * model(x))
+
+
+def _doubled(module, inputs, output):
+    return 2 * output
+
+
 def test_sequential_is_called_as_one():
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     step = step_of(model)

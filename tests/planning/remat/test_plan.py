@@ -149,6 +149,7 @@ def test_junk(text, cause):
         ({"schedule": [99]}, "IndexError"),
         ({"schedule": [0, 1]}, "the schedule does not run every operation"),
         ({"schedule": ["a"]}, "TypeError"),
+        ({"names": []}, "AttributeError"),
         ({"paths": 3}, "TypeError"),
     ],
 )

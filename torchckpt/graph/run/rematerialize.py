@@ -104,6 +104,9 @@ _SHARED = (
 )
 
 
+_OWN = ("original", "_planner", "_engine")
+
+
 class Rematerialized(Planned, nn.Module):
     """The module that :func:`rematerialize` returns."""
 
@@ -177,7 +180,9 @@ class Rematerialized(Planned, nn.Module):
         return self
 
     def __reduce__(self) -> Any:
-        return Rematerialized, (self.original, self._planner, self._engine)
+        made = {*_SHARED, *_OWN, "_calls"}
+        rest = {name: value for name, value in self.__dict__.items() if name not in made}  # its own hooks
+        return Rematerialized, (self.original, self._planner, self._engine), rest
 
     def _replicate_for_data_parallel(self) -> None:
         refuse_copies()

@@ -140,7 +140,7 @@ class Plan(Drawn):
         try:
             stored = json.loads(text)
             return cls._read({_FORMAT: stored}[stored["format"]])
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             fault = Fault("the text is no plan that plan.to_json() wrote", f"{text!r:.60} ({error!r})",
                           "Plan.from_json(plan.to_json())")
             raise ArgumentError(str(fault)) from error
