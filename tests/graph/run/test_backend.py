@@ -373,6 +373,40 @@ def test_kernels_stay_within_the_plan_and_near_it(budget, near, monkeypatch):
     assert measured <= compiler.plans[0].peak_bytes <= near * measured
 
 
+class Reduced(nn.Module):
+    """On a CPU, loops that Inductor does not fuse run in one C++ function, which frees at its end."""
+
+    def __init__(self):
+        super().__init__()
+        layers = (nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.LayerNorm(32), nn.Tanh()) for _ in range(3))
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x):
+        y = self.layers(x)
+        return (y * 0.7).square().sum() + y.sum() * 0.1
+
+
+class Sorted(nn.Module):
+    """Nothing reads the places that an operator returns beside the values."""
+
+    def forward(self, x):
+        return x.exp().detach().sort(-1).values.sum() * x.sum()
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "budget"), [(Reduced, "80%"), (Sorted, None)])
+def test_what_kernels_take_together_is_in_the_plan(kind, budget):
+    model, x = kind(), torch.randn(48, 32, requires_grad=kind is Sorted)
+    compiler = graph.backend(budget=budget)
+    call = compiled(model, compiler)
+    call(x).backward()
+    model.zero_grad()
+    x.grad = None
+    measured = measured_peak(lambda: call(x).backward())
+    assert measured <= compiler.plans[0].peak_bytes <= 1.02 * measured
+
+
 class Quarters(torch.autograd.Function):
     """A product that saves its factors in eight bits."""
 

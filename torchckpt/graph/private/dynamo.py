@@ -16,6 +16,7 @@ from torch.fx.graph import CodeGen
 from torchckpt.graph.private.layouts import eager_layouts
 from torchckpt.graph.private.surroundings import backward_without_autocast, cast_once_in, eager_kernels
 from torchckpt.graph.private.trace import Boxed, Partition, RunBackward, backward_compiler, boxed
+from torchckpt.tensors import tensors_in
 
 __all__ = [
     "break_of", "by_inductor", "by_operator", "compile_lock", "compiling_whole", "outer_frame", "outside_graph",
@@ -194,11 +195,27 @@ def _peak_bytes(nodes: list[Any], workspace_bytes: Callable[[fx.Node], int]) -> 
     inputs, outputs = OrderedSet(graph.graph_inputs), OrderedSet(graph.get_output_names())
     _, freeable = prepare_planning_info(nodes, scheduler.name_to_buf, scheduler.name_to_fused_node, inputs, outputs)
     _, alive, *_ = estimate_peak_memory_allocfree(nodes, freeable, outputs)
-    origins = [node.node.get_origins() if node.is_extern() else () for node in nodes]
-    operators = [max(origin) if origin else None for origin in origins]  # the operator's comes last
-    beside = [workspace_bytes(node) if node and isinstance(node.target, OpOverload) else 0 for node in operators]
-    local = [_local_bytes(node) for node in nodes]
-    return bool(graph.is_backward), max(d + more - less for (d, _), more, less in zip(alive, beside, local))
+    peak_bytes = waiting_bytes = 0
+    for node, (during, after) in zip(nodes, alive):
+        local = _local_bytes(node)
+        if node.is_extern():
+            waiting_bytes = 0
+        peak_bytes = max(peak_bytes, during + waiting_bytes + _beside_bytes(node, workspace_bytes) - local)
+        if str(node.get_device()) == "cpu":  # one C++ function runs all loops up to an extern kernel: nothing is freed
+            waiting_bytes += during - local - after
+    return bool(graph.is_backward), peak_bytes
+
+
+def _beside_bytes(node: Any, workspace_bytes: Callable[[fx.Node], int]) -> int:
+    """Bytes that an operator that is not fused allocates beside the results that are read."""
+    origins = node.node.get_origins() if node.is_extern() else ()
+    operator = max(origins) if origins else None  # the operator's comes last
+    if operator is None or not isinstance(operator.target, OpOverload):
+        return 0
+    results = operator.meta.get("val") if type(node.node.layout).__name__ == "MultiOutputLayout" else None
+    made = sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(results))
+    read: int = sum(buffer.mpi_buffer.size_alloc for buffer in node.get_outputs())
+    return workspace_bytes(operator) + max(0, made - read)
 
 
 def _local_bytes(node: Any) -> int:
