@@ -201,8 +201,8 @@ def _peak_bytes(nodes: list[Any], workspace_bytes: Callable[[fx.Node], int]) -> 
         if node.is_extern():
             waiting_bytes = 0
         peak_bytes = max(peak_bytes, during + waiting_bytes + _beside_bytes(node, workspace_bytes) - local)
-        if str(node.get_device()) == "cpu":  # one C++ function runs all loops up to an extern kernel: nothing is freed
-            waiting_bytes += during - local - after
+        if not node.is_extern() and str(node.get_device()) == "cpu":
+            waiting_bytes += during - local - after  # one C++ function runs all loops up to an extern kernel, and frees
     return bool(graph.is_backward), peak_bytes
 
 
