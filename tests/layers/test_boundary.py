@@ -88,3 +88,33 @@ def test_what_a_loss_reads_of_the_inside_of_a_layer(budget):
     assert 0 < len(plan.kept) < 6
     assert plan.measured_peak_bytes <= plan.peak_bytes <= plan.budget_bytes
     assert plan.measured_peak_bytes >= 0.94 * plan.peak_bytes
+
+
+class Tied(nn.Module):
+    """A block whose weight is that of all blocks, computed."""
+
+    def __init__(self, up):
+        super().__init__()
+        self.up, self.down, self.drop = up, nn.Linear(128, 64), nn.Dropout(0.1)
+
+    def forward(self, x):
+        return x + self.drop(self.down(nn.functional.gelu(self.up(x))))
+
+
+@pytest.mark.parametrize("budget", ["70%", "85%"])
+def test_one_weight_that_is_cached_around_all_layers_counts_once(budget):
+    up = nn.utils.parametrizations.weight_norm(nn.Linear(64, 128))
+    model, x = Model([Tied(up) for _ in range(6)], 64), torch.randn(64, 64)
+    handle = checkpoint_layers(model, "layers.*", budget=budget)
+
+    def step():
+        with nn.utils.parametrize.cached():
+            loss = model(x).square().mean()
+        loss.backward()
+        model.zero_grad()
+
+    for _ in range(3):
+        step()
+    measured = peak_bytes(step, device="cpu")
+    assert 1 < len(handle.plan.kept) < 6
+    assert measured <= handle.plan.peak_bytes <= measured + up.weight.nbytes

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
@@ -27,7 +27,7 @@ from torchckpt.regions.devices import Clock
 from torchckpt.regions.live import LiveStorages, allocator_of
 from torchckpt.regions.moved.region import LEAST_BYTES
 from torchckpt.regions.moved.slot import stays
-from torchckpt.regions.private import after_backward, put_under_modes
+from torchckpt.regions.private import after_backward, parametrized, put_under_modes
 from torchckpt.regions.saved import storage_of, storages_of
 from torchckpt.tensors import tensors_in
 
@@ -112,6 +112,8 @@ class Counter:
         self._communicates_last = False
         """Whether the last call has communicated after that: another rank, which does not count, would stop there."""
         self._boundary: dict[int, int] = {}
+        self._found: dict[int, Collection[Any]] = {}
+        """By call, the weights that ``parametrize.cached()`` held before it: a region holds them, too."""
         self._inputs = Inputs()
         self._is_in_backward = self._is_broken = False
         self.groups: set[dist.ProcessGroup] = set()
@@ -144,6 +146,7 @@ class Counter:
     def forward(self, call: int, arguments: Any) -> Iterator[None]:
         """A context around the forward of a call."""
         self._watch.live = self._live
+        self._found[call] = storages_of([*parametrized["_cache"].values()])
         self._boundary[call] = self._inputs.begin(call, tensors_in(arguments))
         if self._is_blind:
             self._live.note(arguments)
@@ -229,6 +232,7 @@ class Counter:
         for call in fresh:
             dead = {storage: size for storage, size in self._noted[call].items() if storage.expired()}
             own = self._noted[call].keys() - dead.keys() - self._inputs.claimed - self._returned
+            own.difference_update(self._found[call])
             if own:
                 self._read[call] = {storage: self._noted[call][storage] for storage in own}
             going = (size for storage, size in dead.items() if storage in self._going)

@@ -180,3 +180,79 @@ def test_settings_of_modules_that_change_between_a_forward_and_its_backward_are_
         found.append([x.grad, *(p.grad for p in module.parameters())])
     assert_equal(found[1], found[0])
     assert getattr(module, "replays", 1) == 1
+
+
+class Gained(nn.Module):
+    """Reads an attribute that it may have, on itself and on a child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.inner = nn.Linear(7, 7), Scaled7()
+
+    def forward(self, x):
+        return nn.functional.dropout(self.inner(self.linear(x)) * getattr(self, "gain", 1.0), 0.3).sin()
+
+
+class Scaled7(nn.Module):
+    def forward(self, x):
+        return (x * getattr(self, "scale", 1.0)).cos()
+
+
+@CALLS
+def test_an_attribute_that_is_first_set_behind_a_forward_is_not_there_in_its_replay(call):
+    found = []
+    for way in (plain, call):
+        torch.manual_seed(1)
+        module, x = Gained(), torch.randn(5, 7, requires_grad=True)
+        losses = [way(module, x).sum() for _ in range(2)]
+        module.gain, module.inner.scale = 5.0, True
+        losses.append(way(module, x).sum())
+        module.gain, module.inner.rate = 2.0, 3
+        sum(losses).backward()
+        assert (module.gain, module.inner.scale, module.inner.rate) == (2.0, True, 3)
+        found.append([x.grad, *(p.grad for p in module.parameters())])
+    assert_equal(found[1], found[0])
+
+
+class Prepares(nn.Module):
+    """Sets a number on its child at its first call, which a flag of its own tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.inner, self.is_ready = nn.Linear(7, 7), Needs(), False
+
+    def forward(self, x):
+        if not self.is_ready:
+            self.is_ready, self.inner.size = True, x.shape[-1]
+        return self.inner(self.linear(x))
+
+
+class Needs(nn.Module):
+    def forward(self, x):
+        return (x * self.size).sin()
+
+
+@CALLS
+def test_a_flag_goes_with_a_number_that_a_first_call_sets_on_another_module(call):
+    found = []
+    for way in (plain, call):
+        torch.manual_seed(1)
+        module, x = Prepares(), torch.randn(5, 7, requires_grad=True)
+        sum(way(module, x).sum() for _ in range(2)).backward()
+        assert (module.is_ready, module.inner.size) == (True, 7)
+        found.append([x.grad, *(p.grad for p in module.parameters())])
+    assert_equal(found[1], found[0])
+
+
+@CALLS
+def test_a_hook_that_asks_whether_a_replay_runs_counts_in_an_attribute_of_its_module(call):
+    def count(module, _):
+        name = "replays" if is_recomputing() else "forwards"
+        setattr(module, name, getattr(module, name, 0) + 1)
+
+    module, x = Scaled(), torch.randn(3, 4, requires_grad=True)
+    module.replays = 0
+    module.register_forward_pre_hook(count)
+    for step in (1, 2):
+        sum(call(module, x).sum() for _ in range(3)).backward()
+        assert (module.forwards, module.replays) == (3 * step, 3 * step)

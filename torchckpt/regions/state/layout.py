@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torchckpt.modules import OF_EVERY_MODULE, is_compiled, is_module, is_of_torch, module_of, uncompiled
+from torchckpt.modules import OF_EVERY_MODULE, is_compiled, is_module, is_of_torch, module_of, names_in, uncompiled
 from torchckpt.regions.private import norm_layer, set_version
 from torchckpt.regions.state.ambient import Generator
 from torchckpt.regions.state.host_random import as_generator, generators_in
 from torchckpt.regions.state.norms import COUNTER, STATISTICS, updates
-from torchckpt.regions.state.walk import reach_of
+from torchckpt.regions.state.walk import Walk, reach_of
 from torchckpt.tensors import ATOMS, PLAIN, noted, of_class, version_of
 from torchckpt.typing import Function
 
@@ -163,15 +163,14 @@ class Layout:
                 yield key, value
 
     def added_attributes(self) -> Iterator[Key]:
-        """The tensors that were added as attributes, under new names, since this layout was made, and the numbers that
-        were added with them, as the length of a table."""
+        """The tensors, numbers and words that were added as attributes, under new names, since this layout was made;
+        where code of the module asks ``is_recomputing()``, the tensors alone."""
         if self.lengths != lengths_of(self.dicts):
             for place, attributes in enumerate(self.dicts, start=len(self.dicts)):
                 tensors = [(place, name) for name, value in attributes.items() if isinstance(value, Tensor)]
-                added = [key for key in tensors if key not in self._attributes]
-                yield from added
-                if added and not self.asks(added[0]):
-                    more = max(0, len(attributes) - self.lengths[place - len(self.dicts)])
+                yield from (key for key in tensors if key not in self._attributes)
+                more = max(0, len(attributes) - self.lengths[place - len(self.dicts)])
+                if more and not (self.asks((place, "")) or _hooks_ask(attributes)):
                     last = islice(reversed(attributes.items()), more)
                     keys = ((place, name) for name, value in last if not isinstance(noted(value), type))
                     yield from (key for key in keys if key not in self._numbers)
@@ -218,14 +217,16 @@ class Layout:
         of the module, which go with it, as a cache with its length. Who asks ``is_recomputing()`` sees to it.
         """
         tables, each = {*map(id, lent)}, zip(self.dicts, self.parameters, self._buffers)
-        with_numbers = {id(of[0]) for of in each if not tables.isdisjoint(map(id, of))}
+        has_grown = self.lengths != lengths_of(self.dicts)  # what was added is hidden, and a flag that tells goes along
+        with_numbers = {id(of[0]) for of in each if has_grown or not tables.isdisjoint(map(id, of))}
         asking = {id(self.dicts[place]) for place in self._asking}
         for (attributes, name), value, stays, now_is in zip(self._flags, then, stay, now):
             goes = (stays or id(attributes) in with_numbers) and id(attributes) not in asking
             goes = goes or name == "training" or (isinstance(now_is, type) and issubclass(now_is, Tensor))
             is_table = type(value) in (list, dict)  # a copy, and not to be changed by a replay
             differs = now_is is not value and not (isinstance(value, type) or (is_table and now_is == value))
-            if (differs and goes) or name == _SYNC:  # a replay sets it, too
+            if (differs and goes and (name == "training" or not _hooks_ask(attributes))) or name == _SYNC:
+                # a replay sets that one, too
                 yield attributes, name, value.copy() if is_table else value
         for attributes in self._replicas:
             yield attributes, "require_backward_grad_sync", False  # a forward with it prepares a reduction
@@ -372,6 +373,12 @@ def _names_of(is_one: Callable[[object], object], module: nn.Module) -> list[str
         for name, value in vars(module).items()
         if (value is None and may_come and name not in OF_EVERY_MODULE) or is_one(value)
     ]
+
+
+def _hooks_ask(attributes: Mapping[str, Any]) -> bool:
+    """Whether a hook of the module with these ``attributes`` asks ``is_recomputing()``."""
+    hooks = chain(attributes["_forward_hooks"].values(), attributes["_forward_pre_hooks"].values())
+    return any("is_recomputing" in names_in(function.__code__) for function in Walk(*hooks).functions)
 
 
 def _is_flattened(module: nn.Module) -> bool:
