@@ -192,8 +192,8 @@ class Planned:
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
         """Trace and plan a call with these inputs, without running it."""
         if self._calls.call(args, kwargs) is None:
-            rule = "there is nothing to plan: no parameter or input requires a gradient, or gradients are disabled"
-            works = "model.requires_grad_(), outside of torch.no_grad()"
+            rule = "there is nothing to plan: gradients are disabled, or no output depends on what requires one"
+            works = "model.requires_grad_(), outside of torch.no_grad(), and a forward that returns what depends on it"
             raise_fault(Fault(rule, "a call in which nothing requires a gradient", works), self._calls.function)
         return self.plan
 
@@ -346,7 +346,8 @@ def _replaced(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor
         before = state[name]
         if (before.shape, before.dtype) != (buffer.shape, buffer.dtype):
             rule = "the forward replaces a buffer by one of another shape or dtype"
-            received = f"{name}: {tuple(before.shape)} became {tuple(buffer.shape)}"
+            was, is_now = (f"{each.dtype} {tuple(each.shape)}" for each in (before, buffer))
+            received = f"{name}: {was} became {is_now}"
             raise CaptureError(str(Fault(rule, received, f"self.{name}.copy_(value)")))
     return now
 
