@@ -28,6 +28,7 @@ PLAIN = (Number, str, Enum, torch.dtype, type(None))
 """Types of what a module is set to. ``ATOMS`` are the usual ones; ``Number`` has those of NumPy, too."""
 _MOST_NOTED = 64
 """The most items of a list or a dict that is a setting."""
+_OF_ITERATORS = ("array", "builtins", "collections", "itertools", "_collections")  # the last until Python 3.11
 _DEPTH, _MOST, _ALL = 4, 1000, 10_000
 """How deep objects are looked into for tensors, the most values of one container, and of all together."""
 
@@ -155,7 +156,7 @@ def _sees_operators(cls: type[Tensor]) -> bool:
 
 def is_iterator(leaf: object) -> bool:
     """Whether ``leaf`` is a generator or another iterator of Python's own. Mocks and files are iterators, too."""
-    return type(leaf).__module__ in ("builtins", "itertools", "_collections") and issubclass(type(leaf), Iterator)
+    return type(leaf).__module__ in _OF_ITERATORS and issubclass(type(leaf), Iterator)
 
 
 def hides_tensors(leaf: object) -> bool:

@@ -6,6 +6,7 @@ import io
 import re
 import warnings
 import weakref
+from array import array
 from collections import deque
 from functools import partial
 from pathlib import Path
@@ -300,6 +301,7 @@ ITERATORS = {
     "list_iterator": iter,
     "map": lambda parts: map(torch.cos, parts),
     "_deque_iterator": lambda parts: iter(deque(parts)),
+    "arrayiterator": lambda parts: iter(array("f", parts[0].tolist())),
 }
 
 
