@@ -3,7 +3,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from torchckpt.command import balance, env, fit, memory, plan, simulate
@@ -14,6 +16,7 @@ from torchckpt.version import __version__
 __all__ = ["main"]
 
 _COMMANDS = {"fit": fit, "memory": memory, "simulate": simulate, "plan": plan, "balance": balance, "env": env}
+_SILENCE_SECONDS = 5.0
 _DESCRIPTION = "Train within a byte budget; recomputation in a pipeline, on paper or planned; a model cut into stages."
 
 
@@ -27,18 +30,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(others)}{works}")
     if options.command is None:
         parser.error(f"say what to do: {parser.prog} {', or '.join(f'{name} --help' for name in _COMMANDS)}")
+    name = f"{parser.prog} {options.command}"
+    long = threading.Timer(_SILENCE_SECONDS, tell, [f"{name}: still at work; Ctrl-C ends it"])
+    long.daemon = True
+    if options.command in ("plan", "simulate") and not getattr(options, "search", None):  # a search says how far it is
+        with suppress(RuntimeError):  # no threads, as in a browser
+            long.start()
     try:
         check_apart(options)
         _COMMANDS[options.command].run(options)
     except CheckpointError as error:
         text = in_options(line(error), of_model=getattr(options, "target", None) is not None)
-        tell(f"{parser.prog} {options.command}: error: {text}")
+        tell(f"{name}: error: {text}")
         return 2
     except KeyboardInterrupt:
         if options.command == "memory":  # the script's, as of python
             raise
-        tell(f"{parser.prog} {options.command}: interrupted")
+        tell(f"{name}: interrupted")
         return 130
+    finally:
+        long.cancel()
     return 0
 
 

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
@@ -13,6 +15,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.command.lines import refused
+from torchckpt import __main__ as program
 from torchckpt.__main__ import main
 from torchckpt.command import balance, simulate
 from torchckpt.command.shared import say
@@ -35,6 +38,20 @@ def test_an_interrupt_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert main(SMALL) == 130
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "python -m torchckpt simulate: interrupted\n")
+
+
+@pytest.mark.parametrize("can_start", [True, False])
+def test_what_takes_long_says_so_once(monkeypatch, capsys, can_start):
+    def no_thread(thread: threading.Thread) -> None:  # as where Python has none
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(program, "_SILENCE_SECONDS", 0.05)
+    monkeypatch.setattr(simulate, "run", lambda options: time.sleep(0.5))
+    if not can_start:
+        monkeypatch.setattr(threading.Thread, "start", no_thread)
+    assert main(SMALL) == 0
+    told = "python -m torchckpt simulate: still at work; Ctrl-C ends it\n"
+    assert capsys.readouterr() == ("", told * can_start)
 
 
 def test_the_table_of_the_readme() -> None:
@@ -454,6 +471,17 @@ def test_a_full_disk_is_one_line(command):
     assert (process.returncode, process.stderr) == (2, line)
 
 
+JOB = "plan --model llama3-8b --gpus 8 --device h100 --tp 8 --global-batch 8"
+
+
+@pytest.mark.parametrize("command", [" ".join(SMALL), "plan --blocks 2 --budget 60% " + " ".join(SMALL[1:]), JOB])
+def test_what_was_found_is_printed_where_its_picture_has_no_room(capsys, command):
+    assert main([*command.split(), "--svg", "/dev/full"]) == 2
+    captured = capsys.readouterr()
+    assert "step" in captured.out
+    assert captured.err.endswith("cannot write /dev/full: No space left on device; works: a file on a disk with room\n")
+
+
 def test_what_an_encoding_has_not_is_escaped(monkeypatch):
     stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", stdout)
@@ -480,11 +508,3 @@ def test_the_boundary_is_a_part_of_what_is_saved(capsys):
     assert main([*SMALL, "--boundary", "2"]) == 2
     line = "--boundary is above 1, all of A; received: --boundary 2; works: --boundary 0.25"
     assert line in capsys.readouterr().err
-
-
-def test_a_step_that_takes_long_says_so_before_it_is_simulated(capsys, monkeypatch):
-    assert main(SMALL) == 0
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr("torchckpt.command.simulate._MOST", 150)
-    assert main(SMALL) == 0
-    assert "a step of 4 forwards takes" in capsys.readouterr().err

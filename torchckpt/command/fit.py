@@ -64,19 +64,19 @@ def run(options: argparse.Namespace) -> None:
     with running(options.module):
         plan, curve = _planned(model, inputs, options)
     explained = None if options.explain is None else plan.explain(options.explain)
+    arguments = ["model", "*example" if unpacked else "example"]
+    arguments += [f"{name}={value if value is True else json.dumps(value)}" for name, value in _chosen(options).items()]
+    call = f"graph.rematerialize({', '.join(arguments)})"
+    if options.json:
+        say_json({**_numbers(plan), **({"explain": explained} if explained else {}), "call": call})
+    else:
+        say("\n\n".join(filter(None, [f"{options.module}\n\n{plan}", explained, call])))
     if options.plan is not None:
         write(options.plan, plan.to_json())
     if options.svg is not None:
         write(options.svg, plan.draw(title=f"Memory of one training step: {options.module}"))
     if options.frontier is not None:
         write(options.frontier, curve)
-    arguments = ["model", "*example" if unpacked else "example"]
-    arguments += [f"{name}={value if value is True else json.dumps(value)}" for name, value in _chosen(options).items()]
-    call = f"graph.rematerialize({', '.join(arguments)})"
-    if options.json:
-        say_json({**_numbers(plan), **({"explain": explained} if explained else {}), "call": call})
-        return
-    say("\n\n".join(filter(None, [f"{options.module}\n\n{plan}", explained, call])))
 
 
 def _planned(model: Any, inputs: tuple[Any, ...], options: argparse.Namespace) -> tuple[Plan, str]:

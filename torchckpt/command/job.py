@@ -88,12 +88,12 @@ def _run(options: argparse.Namespace, host: Host | None) -> None:
         if best.pipeline is not None and (best.recomputed_share or best.away_share):
             text += f"\n\n{best.pipeline.by_stage()}"
             numbers["plan"] = json.loads(best.pipeline.to_json())
-    if options.svg is not None and best is not None:
-        write(options.svg, drawn(best))
     if options.json:
         say_json(numbers)
     else:
         say(text)
+    if options.svg is not None and best is not None:
+        write(options.svg, drawn(best))
 
 
 def _machine(options: argparse.Namespace) -> Machine:

@@ -132,14 +132,14 @@ def run(options: argparse.Namespace) -> None:
         if _is_in_bytes(options):
             raise
         raise ArgumentError(str(error).replace(WORKS, 'budget="50%", budget=16.5')) from error
-    if options.svg is not None:
-        write(options.svg, plan.draw())
     over = _over_device(plan, options)
     if options.json:
         counted = {} if costs is None else {"costs": costs.as_json()}
         say_json({**_as_json(plan, compared), **counted, **({"does_not_fit": over} if over else {})})
-        return
-    say("\n\n".join(str(part) for part in (over, costs, compared, plan) if part))
+    else:
+        say("\n\n".join(str(part) for part in (over, costs, compared, plan) if part))
+    if options.svg is not None:
+        write(options.svg, plan.draw())
 
 
 def _over_device(plan: PipelinePlan, options: argparse.Namespace) -> str:

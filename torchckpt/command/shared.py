@@ -135,8 +135,6 @@ def schedule_of_csv(options: argparse.Namespace, other: str, most: int) -> Sched
             received = f"--stages {options.stages} --microbatches {options.microbatches}"
             raise Unusable(f"--stages times --microbatches is above {most}; received: {received}; works: "
                            f"--microbatches {max(1, most // options.stages)}")
-        if visits > most // 40:
-            tell(f"a step of {visits:,} forwards takes from half a minute to several minutes to simulate")
         return None
     counts[f"--{other}"] = getattr(options, other)
     given = [name for name, value in counts.items() if value is not None]
@@ -191,10 +189,11 @@ def tell(text: str) -> None:
 
 
 def write(path: Path, text: str) -> None:
+    """Write a file, after all that is printed: that took long, and is there where this fails."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise Unusable(f"cannot write {path}: {error.strerror}") from None
+        raise Unusable(f"cannot write {path}: {error.strerror}; works: a file on a disk with room") from None
 
 
 def file_to_write(suffix: str) -> Callable[[str], Path]:

@@ -75,14 +75,14 @@ def run(options: argparse.Namespace) -> None:
     half = options.backward / 2
     block = Block(options.forward, half, half, options.recompute, 1.0, options.boundary)
     comparison = report(schedule, block, options.link, options.compare)
-    _write_pictures(comparison, options)
     if options.json:
         say_json({**comparison.as_json(), "costs": _costs(options)})
-        return
-    schedule = comparison.schedule
-    say(f"{schedule.name}: {_described(schedule, _costs(options))}\n\n{comparison.table()}")
-    for row in comparison.rows if options.gantt else ():
-        say(f"\n{row.name}\n{gantt(row.timeline)}")
+    else:
+        schedule = comparison.schedule
+        say(f"{schedule.name}: {_described(schedule, _costs(options))}\n\n{comparison.table()}")
+        for row in comparison.rows if options.gantt else ():
+            say(f"\n{row.name}\n{gantt(row.timeline)}")
+    _write_pictures(comparison, options)
 
 
 def _costs(options: argparse.Namespace) -> dict[str, float]:
