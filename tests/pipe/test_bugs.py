@@ -164,6 +164,17 @@ def test_a_pipe_of_lazy_layers_is_shown_and_trained() -> None:
     assert all(map(torch.equal, *outputs))
 
 
+def test_a_budget_for_lazy_layers_is_an_error_that_names_one() -> None:
+    """Its first step raised torch's error of a tensor without a shape."""
+    module = nn.Sequential(nn.Linear(3, 4), nn.LazyLinear(4))
+    with pytest.raises(ArgumentError, match=r"Pipe: a parameter has no shape yet\n  received: 1.weight has none yet\n"):
+        torchckpt.Pipe(module, [1, 1], budget="100%")
+    module(torch.randn(2, 3))  # what the error says
+    pipe = torchckpt.Pipe(module, [1, 1], budget="100%")
+    for _ in range(3):
+        pipe.step(torch.randn(2, 3), torch.randn(2, 4), loss_fn=mse_loss)
+
+
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_a_step_on_the_meta_device(checkpoint: str) -> None:
     """Its clock wanted events."""

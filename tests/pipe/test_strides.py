@@ -112,3 +112,90 @@ def test_a_view_that_a_layer_changes_in_place_is_a_view_behind_a_copy_or_a_cut(w
         pairs = zip(pipe.parameters(), plain.parameters())
         assert all(torch.equal(found.grad, expected.grad) for found, expected in pairs)
         pipe.zero_grad()
+
+
+class Straight(torch.autograd.Function):
+    """A mean, repeated, with the gradient of the values that it is of."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.mean(1, keepdim=True).expand_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class Averages(nn.Linear):
+    def forward(self, x):
+        return Straight.apply(super().forward(x))
+
+
+@pytest.mark.parametrize("options", [{"budget": "100%"}, {"checkpoint": "always"}, {"checkpoint": "never"}], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_repeats_have_a_gradient_each(way, options):
+    torch.manual_seed(0)
+    plain = nn.Sequential(Averages(8, 8), nn.Linear(8, 8), nn.Tanh())
+    pipe, x = Pipe(copy.deepcopy(plain), [1, 2], ["cpu"] * 2, 1, **options), torch.randn(6, 8)
+    plain(x).square().mean().backward()
+    for _ in range(3):
+        if way == "step":
+            pipe.step(x, x, loss_fn=lambda output, _: output.square().mean())
+        else:
+            pipe(x).square().mean().backward()
+        assert all(torch.equal(*pair) for pair in zip(gradients_of(pipe), gradients_of(plain)))
+        pipe.zero_grad()
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_repeats_of_the_caller_have_a_gradient_each(checkpoint):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 6), nn.Tanh()), torch.randn(8, 1).expand(8, 6).requires_grad_()
+    pipe = Pipe(model, [1, 1], chunks=2, checkpoint=checkpoint)
+    (expected,) = torch.autograd.grad(model(x).sum(), x)
+    for _ in range(2):
+        assert torch.equal(torch.autograd.grad(pipe(x).sum(), x)[0], expected)
+
+
+class Sums(nn.Module):
+    """Its backward gives its input a gradient that lies in memory as columns, or as one number for all."""
+
+    def __init__(self, repeats: bool) -> None:
+        super().__init__()
+        self.repeats = repeats
+
+    def forward(self, x):
+        return x.sum(1, keepdim=True) * torch.ones(1, 4) if self.repeats else x.t().contiguous().square().t()
+
+
+@pytest.mark.parametrize("options", [{"budget": "100%"}, {"checkpoint": "always"}, {"checkpoint": "never"}], ids=str)
+@pytest.mark.parametrize("repeats", [False, True])
+def test_a_gradient_passes_a_cut_as_it_lies(repeats, options):
+    torch.manual_seed(0)
+    strides: list[tuple[int, ...]] = []
+
+    class Looks(nn.BatchNorm1d):
+        def forward(self, x):
+            output = super().forward(x)
+            if not is_recomputing():
+                output.register_hook(lambda grad: strides.append(grad.stride()))
+            return output
+
+    def loss(output, _):
+        return output.t().contiguous().pow(3).mean()
+
+    plain = nn.Sequential(Looks(6), Sums(repeats), nn.Sequential(nn.Tanh()))
+    pipe, x = Pipe(copy.deepcopy(plain), [1, 2], ["cpu"] * 2, 2, **options), torch.randn(30, 6)
+    for part in x.split(15):
+        (loss(plain(part), None) * 0.5).backward()
+    expected = strides[:]
+    for _ in range(3):
+        strides.clear()
+        pipe.step(x, x, loss_fn=loss)
+        assert strides == expected
+        assert all(torch.equal(*pair) for pair in zip(gradients_of(pipe), gradients_of(plain)))
+        pipe.zero_grad()
+
+
+def gradients_of(module):
+    return [parameter.grad for parameter in module.parameters()]

@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import BudgetInfeasible, CheckpointError, without_generators
+from torchckpt.errors import BudgetInfeasible, CheckpointError, Fault, raise_fault, without_generators
 from torchckpt.measuring.live import Watch
 from torchckpt.measuring.remembered import LESS, NEAR, SHOWN, Discarded, Followed, Remembered
 from torchckpt.measuring.shapes import ModelSettings, shapes_of
@@ -129,7 +130,13 @@ class Within:
 
     @classmethod
     def of(cls, budget: Bytes, stages: Sequence[Stage]) -> Within:
-        """The budget of a pipe of ``stages``. Raises ArgumentError if it is no budget for their devices."""
+        """The budget of a pipe of ``stages``. Raises ArgumentError if it is no budget for their devices, or if a
+        parameter has no shape yet."""
+        layers = (layer for stage in stages for layer in stage.layers)
+        lazy = [f"{at}.{name}" for at, layer in layers for name, x in layer.named_parameters() if is_lazy(x)]
+        if lazy:
+            works = "module(*inputs), once, before Pipe(..., budget=...)"
+            raise_fault(Fault("a parameter has no shape yet", f"{lazy[0]} has none yet", works))
         bytes_per_rank(budget, len(set(placement_of(stages))), 1.0)
         return cls(budget)
 

@@ -7,7 +7,7 @@ the graph is cut between the stages, and stage j of p keeps only p - j micro-bat
 
     F   stage j runs on leaf(i, j), a copy of the output of stage j - 1 that requires grad
     R   its frame is recomputed, one micro-batch ahead of its backward
-    B   output(i, j) goes back with leaf(i, j+1).grad, copied; likewise the skips that left stage j
+    B   output(i, j) goes back with the gradient of leaf(i, j+1), copied; likewise the skips that left stage j
 
 The order is that of ``one_f_one_b`` in ``torchckpt.planning``. One thread launches all actions, in the order in which
 they would start if a backward took twice as long as a forward, and a recompute no time. On accelerators the launched
@@ -120,30 +120,40 @@ class CutTensor:
         self.root: Any = get_gradient_edge(tensor) if is_elsewhere else tensor
         self._attributes = tensor.__dict__.copy()
         self._forth = forth
-        self._leaf: Tensor | None = None
+        self._taken: list[Tensor] = []
         self._gradient: AsyncCopy | None = None
 
     def received(self, frame: Frame | None = None) -> Tensor:
         """The input of the receiver's graph: a leaf behind one node, so that layers may change it in place. The node is
         the ``Checkpoint`` of ``frame``, if there is a frame."""
-        self._leaf = self._forth.arrived(self._back[0].place).detach().requires_grad_(self._requires_grad)
+        leaf = self._forth.arrived(self._back[0].place).detach().requires_grad_(self._requires_grad)
         del self._forth
         if frame is not None and self._requires_grad:
-            arrived = checkpoint(frame, self._leaf)  # [1]
+            arrived = checkpoint(frame, leaf)  # [1]
         else:
-            (arrived,) = wait(None, None, (self._leaf,))
+            (arrived,) = wait(None, None, (leaf,))
+        if arrived.grad_fn is not None:
+            arrived.grad_fn.register_hook(partial(_take, self._taken))
         arrived.__dict__.update(self._attributes)
         return arrived
 
     def send_back(self) -> None:
         """Send the gradient back. Call it after the receiver's backward."""
-        leaf, self._leaf = self._leaf, None
-        if leaf is not None and leaf.grad is not None:
+        if self._taken:
             receiver, sender = self._back
-            self._gradient = AsyncCopy(leaf.grad, receiver).sent(sender)
+            self._gradient = AsyncCopy(self._taken.pop(), receiver).sent(sender)
 
     def gradient(self) -> Tensor | None:
         return None if self._gradient is None else self._gradient.arrived(self._back[1].place)
+
+
+def _take(taken: list[Tensor], gradients: tuple[Tensor | None, ...], _: object) -> tuple[None, ...]:
+    """Take the gradient of a leaf into ``taken``: as ``leaf.grad`` it would have the strides of the leaf, by which sums
+    behind it round otherwise."""
+    gradient = gradients[0]
+    if gradient is not None:
+        taken[:] = [taken[0] + gradient if taken else gradient]  # several, if a layer has run a backward before
+    return (None,) * len(gradients)
 
 
 @dataclass

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, check, raise_fault
@@ -309,11 +310,27 @@ def _copy_of(tensor: Tensor) -> Tensor:
     copy = tensor.clone()
     if tensor.layout != torch.strided or hasattr(tensor, "__tensor_flatten__") or copy.stride() == tensor.stride():
         return copy
-    once = tensor
-    for dim, stride in enumerate(tensor.stride()):
-        once = once.narrow(dim, 0, min(1, tensor.size(dim))) if stride == 0 else once
-    copy = torch.empty_strided(once.shape, once.stride(), dtype=tensor.dtype, device=tensor.device)
-    return copy.copy_(once).expand_as(tensor)
+    strided: Tensor = _Strided.apply(tensor)  # type: ignore[no-untyped-call]  # Function.apply is untyped
+    return strided
+
+
+class _Strided(Function):
+    """A copy with the gaps and repeats of its input. A repeat has the gradient that has come for it: ``expand`` would
+    give the first one the sum of all."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        once, repeats = [copy, tensor], [dim for dim, stride in enumerate(tensor.stride()) if stride == 0]
+        for dim in repeats:
+            once = [each.narrow(dim, 0, min(1, each.size(dim))) for each in once]
+        once[0].copy_(once[1])
+        return copy
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
+        return grad
 
 
 def _view_of(tensor: Tensor) -> Tensor:
