@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 _OF_EVERY_MODULE = OF_EVERY_MODULE | {"training"}
+_SETTERS = frozenset({"setattr", "vars", "__dict__", "__setattr__"})
 _SYNC = "require_forward_param_sync"
 """Whether the next forward of a DistributedDataParallel sends buffers. A replay sends what its forward has sent."""
 
@@ -380,15 +381,15 @@ def _names_of(is_one: Callable[[object], object], module: nn.Module) -> list[str
 
 def _asking_hooks(attributes: Mapping[str, Any]) -> list[CodeType]:
     """The code of the hooks of the module with these ``attributes``; none if it does not ask ``is_recomputing()``."""
-    hooks = [*attributes["_forward_hooks"].values(), *attributes["_forward_pre_hooks"].values()]
-    codes = [function.__code__ for function in Walk(*hooks).functions] if hooks else []
+    hooks = chain(attributes["_forward_hooks"].values(), attributes["_forward_pre_hooks"].values())
+    codes = [function.__code__ for function in Walk(*hooks).functions]
     return codes if any("is_recomputing" in names_in(code) for code in codes) else []
 
 
 def _is_set_in(codes: Iterable[CodeType], name: str) -> bool:
-    naming = (code for code in codes if name in (*code.co_names, *code.co_consts))
-    steps = chain.from_iterable(map(get_instructions, naming))
-    return any(step.argval == name and step.opname in ("STORE_ATTR", "LOAD_CONST") for step in steps)
+    is_in_word = any(name in code.co_consts and not _SETTERS.isdisjoint(code.co_names) for code in codes)
+    steps = chain.from_iterable(get_instructions(code) for code in codes if name in code.co_names)
+    return is_in_word or any(step.opname == "STORE_ATTR" and step.argval == name for step in steps)
 
 
 def _is_flattened(module: nn.Module) -> bool:
