@@ -177,8 +177,7 @@ class Layout:
                 new = [] if self.asks((place, "")) else [name for name in attributes if name not in names]
                 stay = own if own.isdisjoint(added) else ()
                 keys = [(place, name) for name in new if not isinstance(noted(attributes[name]), type)]
-                codes = _asking_hooks(attributes) if keys else []
-                yield from (key for key in keys if not (key in stay or _is_set_in(codes, key[1])))
+                yield from (k for k in keys if not (k in stay or _is_set_in(_asking_hooks(attributes), k[1])))
 
     def asks(self, key: Key) -> bool:
         """Whether code of the module that has the buffer of ``key`` asks ``is_recomputing()``."""
@@ -381,8 +380,8 @@ def _names_of(is_one: Callable[[object], object], module: nn.Module) -> list[str
 
 def _asking_hooks(attributes: Mapping[str, Any]) -> list[CodeType]:
     """The code of the hooks of the module with these ``attributes``; none if it does not ask ``is_recomputing()``."""
-    hooks = chain(attributes["_forward_hooks"].values(), attributes["_forward_pre_hooks"].values())
-    codes = [function.__code__ for function in Walk(*hooks).functions]
+    walk = Walk(*attributes["_forward_hooks"].values(), *attributes["_forward_pre_hooks"].values())
+    codes = [function.__code__ for function in walk.functions]
     return codes if any("is_recomputing" in names_in(code) for code in codes) else []
 
 
