@@ -214,6 +214,75 @@ def test_an_attribute_that_is_first_set_behind_a_forward_is_not_there_in_its_rep
     assert_equal(found[1], found[0])
 
 
+@CALLS
+def test_attributes_that_are_hidden_come_back_in_any_order(call):
+    found = []
+    for way in (plain, call):
+        torch.manual_seed(1)
+        module, x, losses = Gained(), torch.randn(5, 7, requires_grad=True), []
+        for name in ("one", "two", "gain"):
+            losses.append(way(module, x).sum())
+            setattr(module, name, 3.0)
+        for loss in losses:
+            loss.backward()
+        found.append([x.grad, *(p.grad for p in module.parameters())])
+    assert_equal(found[1], found[0])
+
+
+class Numbered(nn.Module):
+    """Takes a number at its first call, which another attribute tells, and draws none in a replay."""
+
+    def __init__(self, tells) -> None:
+        super().__init__()
+        self.linear, self.tells, self.state, self.ready = nn.Linear(7, 7), tells, {"": object()}, False
+        self.numbers = iter(range(2, 9))
+
+    def forward(self, x):
+        if self.tells(self):
+            self.ready, self.state["ready"], self.places = True, True, numpy.arange(7)
+            self.number = next(self.numbers)
+        return (self.linear(x) * self.number).sin()
+
+
+@pytest.mark.parametrize(
+    "tells",
+    [lambda m: not m.ready, lambda m: "ready" not in m.state, lambda m: not hasattr(m, "places"),
+     lambda m: not hasattr(m, "number")],
+)
+@CALLS
+def test_a_number_that_a_first_call_sets_itself_stays(call, tells):
+    found = []
+    for way in (plain, call):
+        torch.manual_seed(1)
+        module, x = Numbered(tells), torch.randn(5, 7, requires_grad=True)
+        sum(way(module, x).sum() for _ in range(2)).backward()
+        assert (module.number, next(module.numbers)) == (2, 3)
+        found.append([x.grad, *(p.grad for p in module.parameters())])
+    assert_equal(found[1], found[0])
+
+
+@CALLS
+def test_a_hook_that_asks_whether_a_replay_runs_leaves_other_settings_alone(call):
+    seen = []
+
+    def note(module, _, out):
+        if not is_recomputing():
+            seen.append((module.factor, getattr(module, "factor", None), out.shape))
+
+    found = []
+    for way in (plain, call):
+        torch.manual_seed(1)
+        module, x = Scaled(), torch.randn(3, 4, requires_grad=True)
+        module.register_forward_hook(note)
+        losses = []
+        for factor in (2.0, 3.0):
+            losses.append(way(module, x).sum())
+            module.factor = factor
+        sum(losses).backward()
+        found.append([x.grad, module.weight.grad])
+    assert_equal(found[1], found[0])
+
+
 class Prepares(nn.Module):
     """Sets a number on its child at its first call, which a flag of its own tells."""
 

@@ -2,11 +2,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dis import get_instructions
 from functools import partial
-from itertools import chain, count, islice, starmap, takewhile
+from itertools import chain, count, starmap, takewhile
 from operator import attrgetter, is_
-from types import MethodType
+from types import CodeType, MethodType
 from typing import Any, TypeAlias
 
 import torch
@@ -27,6 +28,7 @@ __all__ = [
 ]
 
 _OF_EVERY_MODULE = OF_EVERY_MODULE | {"training"}
+_SETTERS = frozenset({"setattr", "vars", "__dict__", "__setattr__"})
 _SYNC = "require_forward_param_sync"
 """Whether the next forward of a DistributedDataParallel sends buffers. A replay sends what its forward has sent."""
 
@@ -100,7 +102,8 @@ class Layout:
         self.owners = [weakref.ref(owner, on_owner_freed) for owner in owners]
         self.dicts = [vars(module) for module in modules]
         self.lengths = lengths_of(self.dicts)
-        """The lengths of ``dicts``. An attribute that is added later changes them, and makes a new layout necessary."""
+        """An attribute that is added later changes these, and makes a new layout necessary."""
+        self._names = [frozenset(attributes) for attributes in self.dicts]
         self.parameters: list[dict[str, Any]] = [module._parameters for module in modules]
         self.copies: dict[Key, Copy] = {}
         self.changing: set[Key] = set()
@@ -162,18 +165,19 @@ class Layout:
             if value is None or isinstance(value, Tensor):
                 yield key, value
 
-    def added_attributes(self) -> Iterator[Key]:
+    def added_attributes(self, own: Set[Key] = frozenset()) -> Iterator[Key]:
         """The tensors, numbers and words that were added as attributes, under new names, since this layout was made;
-        where code of the module asks ``is_recomputing()``, the tensors alone."""
+        where code of the module asks ``is_recomputing()``, the tensors alone. The forward's ``own`` numbers stay, as
+        those that it changes, where it adds no tensors to the module: what tells that they are there may stay, too."""
         if self.lengths != lengths_of(self.dicts):
-            for place, attributes in enumerate(self.dicts, start=len(self.dicts)):
+            for place, (attributes, names) in enumerate(zip(self.dicts, self._names), start=len(self.dicts)):
                 tensors = [(place, name) for name, value in attributes.items() if isinstance(value, Tensor)]
-                yield from (key for key in tensors if key not in self._attributes)
-                more = max(0, len(attributes) - self.lengths[place - len(self.dicts)])
-                if more and not (self.asks((place, "")) or _hooks_ask(attributes)):
-                    last = islice(reversed(attributes.items()), more)
-                    keys = ((place, name) for name, value in last if not isinstance(noted(value), type))
-                    yield from (key for key in keys if key not in self._numbers)
+                added = [key for key in tensors if key not in self._attributes]
+                yield from added
+                new = [] if self.asks((place, "")) else [name for name in attributes if name not in names]
+                stay = own if own.isdisjoint(added) else ()
+                keys = [(place, name) for name in new if not isinstance(noted(attributes[name]), type)]
+                yield from (k for k in keys if not (k in stay or _is_set_in(_asking_hooks(attributes), k[1])))
 
     def asks(self, key: Key) -> bool:
         """Whether code of the module that has the buffer of ``key`` asks ``is_recomputing()``."""
@@ -217,16 +221,15 @@ class Layout:
         of the module, which go with it, as a cache with its length. Who asks ``is_recomputing()`` sees to it.
         """
         tables, each = {*map(id, lent)}, zip(self.dicts, self.parameters, self._buffers)
-        has_grown = self.lengths != lengths_of(self.dicts)  # what was added is hidden, and a flag that tells goes along
-        with_numbers = {id(of[0]) for of in each if has_grown or not tables.isdisjoint(map(id, of))}
+        with_numbers = {id(of[0]) for of in each if not tables.isdisjoint(map(id, of))}
         asking = {id(self.dicts[place]) for place in self._asking}
         for (attributes, name), value, stays, now_is in zip(self._flags, then, stay, now):
             goes = (stays or id(attributes) in with_numbers) and id(attributes) not in asking
             goes = goes or name == "training" or (isinstance(now_is, type) and issubclass(now_is, Tensor))
             is_table = type(value) in (list, dict)  # a copy, and not to be changed by a replay
             differs = now_is is not value and not (isinstance(value, type) or (is_table and now_is == value))
-            if (differs and goes and (name == "training" or not _hooks_ask(attributes))) or name == _SYNC:
-                # a replay sets that one, too
+            goes = differs and goes and (name == "training" or not _is_set_in(_asking_hooks(attributes), name))
+            if goes or name == _SYNC:  # a replay sets that one, too
                 yield attributes, name, value.copy() if is_table else value
         for attributes in self._replicas:
             yield attributes, "require_backward_grad_sync", False  # a forward with it prepares a reduction
@@ -375,10 +378,17 @@ def _names_of(is_one: Callable[[object], object], module: nn.Module) -> list[str
     ]
 
 
-def _hooks_ask(attributes: Mapping[str, Any]) -> bool:
-    """Whether a hook of the module with these ``attributes`` asks ``is_recomputing()``."""
-    hooks = chain(attributes["_forward_hooks"].values(), attributes["_forward_pre_hooks"].values())
-    return any("is_recomputing" in names_in(function.__code__) for function in Walk(*hooks).functions)
+def _asking_hooks(attributes: Mapping[str, Any]) -> list[CodeType]:
+    """The code of the hooks of the module with these ``attributes``; none if it does not ask ``is_recomputing()``."""
+    walk = Walk(*attributes["_forward_hooks"].values(), *attributes["_forward_pre_hooks"].values())
+    codes = [function.__code__ for function in walk.functions]
+    return codes if any("is_recomputing" in names_in(code) for code in codes) else []
+
+
+def _is_set_in(codes: Iterable[CodeType], name: str) -> bool:
+    is_in_word = any(name in code.co_consts and not _SETTERS.isdisjoint(code.co_names) for code in codes)
+    steps = chain.from_iterable(get_instructions(code) for code in codes if name in code.co_names)
+    return is_in_word or any(step.opname == "STORE_ATTR" and step.argval == name for step in steps)
 
 
 def _is_flattened(module: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any, NamedTuple
@@ -92,6 +92,7 @@ class ModuleState:
         self._flags = layout.flags()
         self._stay: list[bool] = []
         """Which of ``_flags`` the forward has left as they were."""
+        self._own: Set[Key] = frozenset()  # the attributes that the forward has added
         self._after: dict[Key, int] = _EMPTY
         """The versions of the parameters that this forward has changed in place, after it."""
         self._new_copies: list[Key] = []  # the copies that this call made
@@ -145,6 +146,7 @@ class ModuleState:
     def note_changes(self, has_ended: bool = True) -> None:
         """Note what the forward has changed so far; at its end, drop large copies of other buffers."""
         layout, self._stay = self.layout, self.layout.stay(self._flags)
+        self._own = {*layout.added_attributes()}
         versions = _versions(self._values, len(layout.children))
         if versions != self._versions and not self._is_reached:
             each = zip((layout.parameters_of(self._values) or {}).items(), self._versions, versions)
@@ -201,8 +203,8 @@ class ModuleState:
         if not same:
             self._substitute_parameters(substitutes, function)
         self._substitute_buffers(substitutes)
-        substitutes.values.extend((layout.dict_of(key), key[1], _NOTHING) for key in layout.added_attributes())
-        lent = [table for table, *_ in substitutes.values]
+        substitutes.values.extend((layout.dict_of(key), key[1], _NOTHING) for key in layout.added_attributes(self._own))
+        lent = [of for of, name, twin in substitutes.values if twin is not _NOTHING or isinstance(of.get(name), Tensor)]
         substitutes.values.extend(layout.other_flags(self._flags, self._stay, flags, lent))
         if (substitutes.changed or substitutes.late) and (
             layout.is_compiled or (self._is_reached and runs_compiled_code(function))
