@@ -11,6 +11,7 @@ from pathlib import Path
 from torchckpt.command import balance, env, fit, memory, plan, simulate
 from torchckpt.command.shared import Parser, check_apart, in_options, line, tell
 from torchckpt.errors import CheckpointError
+from torchckpt.notices import notice
 from torchckpt.version import __version__
 
 __all__ = ["main"]
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command is None:
         parser.error(f"say what to do: {parser.prog} {', or '.join(f'{name} --help' for name in _COMMANDS)}")
     name = f"{parser.prog} {options.command}"
-    long = threading.Timer(_SILENCE_SECONDS, tell, [f"{name}: still at work; Ctrl-C ends it"])
+    long = threading.Timer(_SILENCE_SECONDS, notice, [f"{name}: still at work; Ctrl-C ends it"])
     long.daemon = True
     if options.command in ("plan", "simulate") and not getattr(options, "search", None):  # a search says how far it is
         with suppress(RuntimeError):  # no threads, as in a browser

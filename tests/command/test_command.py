@@ -41,17 +41,21 @@ def test_an_interrupt_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 @pytest.mark.parametrize("can_start", [True, False])
-def test_what_takes_long_says_so_once(monkeypatch, capsys, can_start):
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_what_takes_long_says_so_once(monkeypatch, can_start, is_terminal):
     def no_thread(thread: threading.Thread) -> None:  # as where Python has none
         raise RuntimeError("can't start new thread")
 
+    stderr = io.StringIO()
+    monkeypatch.setattr(stderr, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setattr(program, "_SILENCE_SECONDS", 0.05)
     monkeypatch.setattr(simulate, "run", lambda options: time.sleep(0.5))
     if not can_start:
         monkeypatch.setattr(threading.Thread, "start", no_thread)
     assert main(SMALL) == 0
     told = "python -m torchckpt simulate: still at work; Ctrl-C ends it\n"
-    assert capsys.readouterr() == ("", told * can_start)
+    assert stderr.getvalue() == told * (can_start and is_terminal)
 
 
 def test_the_table_of_the_readme() -> None:
