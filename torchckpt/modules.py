@@ -4,15 +4,19 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import chain
 from types import BuiltinMethodType, CodeType, FunctionType, MethodType, NoneType
 from typing import Any, TypeGuard
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from torchckpt.errors import Fault
 
 __all__ = [
-    "OF_EVERY_MODULE", "contents_of", "imported", "is_compiled", "is_compiled_class",
+    "OF_EVERY_MODULE", "contents_of", "faults_of_lazy", "imported", "is_compiled", "is_compiled_class",
     "is_compiled_function", "is_module", "is_of_torch", "module_of", "name_of", "names_in", "uncompiled",
 ]
 
@@ -101,6 +105,13 @@ def name_of(function: Any) -> str:
     with suppress(Exception):  # a proxy may raise, or answer, anything
         name = function.__qualname__
     return f"'{name if name and isinstance(name, str) else type(function).__qualname__}'"
+
+
+def faults_of_lazy(parameters: Iterable[tuple[str, Tensor]], works: str) -> Iterator[Fault]:
+    """The fault that one of the named ``parameters`` has no shape before the first call, if one has none."""
+    lazy = next((name for name, parameter in parameters if is_lazy(parameter)), None)
+    if lazy is not None:
+        yield Fault("a parameter has no shape yet", f"{lazy} has none yet", works)
 
 
 def is_of_torch(module: nn.Module) -> bool:

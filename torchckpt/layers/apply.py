@@ -6,14 +6,13 @@ from collections.abc import Iterator, Sequence, Set
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from torchckpt.errors import CheckpointError, Fault, called
 from torchckpt.layers.find import repeated
 from torchckpt.layers.follow import Begin, Enter, Steps
 from torchckpt.layers.known import CALLER, KnownSteps, Limit
 from torchckpt.layers.plan import LayersPlan
-from torchckpt.modules import is_compiled
+from torchckpt.modules import faults_of_lazy, is_compiled
 from torchckpt.notices import notice
 from torchckpt.planning.budget import Budget, read, trouble
 from torchckpt.planning.figures import Drawn
@@ -181,10 +180,7 @@ def _budget_faults(
         if is_compiled(model):
             works = "for layer in model.layers: layer.compile(); or graph.backend(budget=...)"
             yield Fault("the model is compiled as a whole, so no call of a layer is seen", type(model).__name__, works)
-        lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
-        if lazy:
-            works = f"model(*inputs), once, before {CALLER}(..., budget=...)"
-            yield Fault("a parameter has no shape yet", f"{lazy[0]} has none yet", works)
+        yield from faults_of_lazy(model.named_parameters(), f"model(*inputs), once, before {CALLER}(..., budget=...)")
         if any(module.__dict__.get(ENTER) is not None for module in model.modules()):
             rule = "layers of the model have a budget already"
             yield Fault(rule, f"a second {CALLER}(..., budget=...)", "handle.remove() first")

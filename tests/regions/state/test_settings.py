@@ -16,6 +16,17 @@ from torchckpt import checkpoint, is_recomputing
 CALLS = pytest.mark.parametrize("call", [checkpoint, by_hand, prefetched], ids=lambda call: call.__name__)
 
 
+def assert_as_plain(call, make, run, shape=(5, 7)):
+    """``run(way, module, x)``, with regions by ``call``, leaves the gradients that it leaves without."""
+    found = []
+    for way in (plain, call):
+        torch.manual_seed(1)
+        module, x = make(), torch.randn(shape, requires_grad=True)
+        run(way, module, x)
+        found.append([x.grad, *(p.grad for p in module.parameters())])
+    assert_equal(found[1], found[0])
+
+
 class Leaving(nn.Module):
     """Leaves what it has computed in an attribute, as attention weights for a plot."""
 
@@ -83,21 +94,18 @@ class Twice(nn.Module):
 @pytest.mark.parametrize("is_parametrized", [False, True])
 @CALLS
 def test_settings_of_a_class_that_torch_has_made_of_one_of_the_users_are_those_of_the_forward(call, is_parametrized):
-    found = []
-    for way in (plain, call):
-        torch.manual_seed(1)
-        module, losses = Scaled(), []
+    def run(way, module, x):
+        losses = []
         if is_parametrized:
             parametrize.register_parametrization(module, "weight", Twice())
-        x = torch.randn(3, 4, requires_grad=True)
         for factor, sizes in [(1.0, None), (numpy.float64(0.5), (3, 4)), (numpy.float32(2.5), torch.Size([4]))]:
             module.factor, module.sizes = factor, sizes
             losses.append(way(module, x).sum())
         module.factor, module.sizes = 7, {"none": 0}
         sum(losses).backward()
         assert (module.factor, module.sizes) == (7, {"none": 0})
-        found.append([x.grad, *(p.grad for p in module.parameters())])
-    assert_equal(found[1], found[0])
+
+    assert_as_plain(call, Scaled, run, (3, 4))
 
 
 class Table(nn.Module):
@@ -164,11 +172,10 @@ class Made(nn.Module):
 @pytest.mark.parametrize("make", [Task, Counting, Made])
 @CALLS
 def test_settings_of_modules_that_change_between_a_forward_and_its_backward_are_those_of_the_forward(call, make):
-    found = []
-    for way in (plain, call):
-        torch.manual_seed(1)
-        module, losses = make(), []
-        x = torch.randn(5, 7, requires_grad=True)
+    replays = []
+
+    def run(way, module, x):
+        losses = []
         settings = [(0, 1.0, "sine", ["a"]), (1, 2.5, "cosine", ["a", "b"]), (2, 0.5, "sine", [])]
         for task, factor, kind, names in settings[: 1 if make is Counting else 3]:
             module.task, module.factor, module.kind, module.names[:] = task, factor, kind, names
@@ -177,9 +184,10 @@ def test_settings_of_modules_that_change_between_a_forward_and_its_backward_are_
         sum(losses).backward()
         assert module.calls == len(losses) * (1 if way is plain else 2)
         assert (module.task, module.kind, module.names) == (task, kind, names)
-        found.append([x.grad, *(p.grad for p in module.parameters())])
-    assert_equal(found[1], found[0])
-    assert getattr(module, "replays", 1) == 1
+        replays.append(getattr(module, "replays", 1))
+
+    assert_as_plain(call, make, run)
+    assert replays[-1] == 1
 
 
 class Gained(nn.Module):
@@ -200,33 +208,28 @@ class Scaled7(nn.Module):
 
 @CALLS
 def test_an_attribute_that_is_first_set_behind_a_forward_is_not_there_in_its_replay(call):
-    found = []
-    for way in (plain, call):
-        torch.manual_seed(1)
-        module, x = Gained(), torch.randn(5, 7, requires_grad=True)
+    def run(way, module, x):
         losses = [way(module, x).sum() for _ in range(2)]
         module.gain, module.inner.scale = 5.0, True
         losses.append(way(module, x).sum())
         module.gain, module.inner.rate = 2.0, 3
         sum(losses).backward()
         assert (module.gain, module.inner.scale, module.inner.rate) == (2.0, True, 3)
-        found.append([x.grad, *(p.grad for p in module.parameters())])
-    assert_equal(found[1], found[0])
+
+    assert_as_plain(call, Gained, run)
 
 
 @CALLS
 def test_attributes_that_are_hidden_come_back_in_any_order(call):
-    found = []
-    for way in (plain, call):
-        torch.manual_seed(1)
-        module, x, losses = Gained(), torch.randn(5, 7, requires_grad=True), []
+    def run(way, module, x):
+        losses = []
         for name in ("one", "two", "gain"):
             losses.append(way(module, x).sum())
             setattr(module, name, 3.0)
         for loss in losses:
             loss.backward()
-        found.append([x.grad, *(p.grad for p in module.parameters())])
-    assert_equal(found[1], found[0])
+
+    assert_as_plain(call, Gained, run)
 
 
 class Numbered(nn.Module):
@@ -251,14 +254,11 @@ class Numbered(nn.Module):
 )
 @CALLS
 def test_a_number_that_a_first_call_sets_itself_stays(call, tells):
-    found = []
-    for way in (plain, call):
-        torch.manual_seed(1)
-        module, x = Numbered(tells), torch.randn(5, 7, requires_grad=True)
+    def run(way, module, x):
         sum(way(module, x).sum() for _ in range(2)).backward()
         assert (module.number, next(module.numbers)) == (2, 3)
-        found.append([x.grad, *(p.grad for p in module.parameters())])
-    assert_equal(found[1], found[0])
+
+    assert_as_plain(call, lambda: Numbered(tells), run)
 
 
 @CALLS
@@ -269,18 +269,15 @@ def test_a_hook_that_asks_whether_a_replay_runs_leaves_other_settings_alone(call
         if not is_recomputing():
             seen.append((module.factor, getattr(module, "factor", None), out.shape))
 
-    found = []
-    for way in (plain, call):
-        torch.manual_seed(1)
-        module, x = Scaled(), torch.randn(3, 4, requires_grad=True)
+    def run(way, module, x):
         module.register_forward_hook(note)
         losses = []
         for factor in (2.0, 3.0):
             losses.append(way(module, x).sum())
             module.factor = factor
         sum(losses).backward()
-        found.append([x.grad, module.weight.grad])
-    assert_equal(found[1], found[0])
+
+    assert_as_plain(call, Scaled, run, (3, 4))
 
 
 class Prepares(nn.Module):
@@ -303,24 +300,23 @@ class Needs(nn.Module):
 
 @CALLS
 def test_a_flag_goes_with_a_number_that_a_first_call_sets_on_another_module(call):
-    found = []
-    for way in (plain, call):
-        torch.manual_seed(1)
-        module, x = Prepares(), torch.randn(5, 7, requires_grad=True)
+    def run(way, module, x):
         sum(way(module, x).sum() for _ in range(2)).backward()
         assert (module.is_ready, module.inner.size) == (True, 7)
-        found.append([x.grad, *(p.grad for p in module.parameters())])
-    assert_equal(found[1], found[0])
+
+    assert_as_plain(call, Prepares, run)
 
 
+@pytest.mark.parametrize("is_there", [True, False])
 @CALLS
-def test_a_hook_that_asks_whether_a_replay_runs_counts_in_an_attribute_of_its_module(call):
+def test_a_hook_that_asks_whether_a_replay_runs_counts_in_an_attribute_of_its_module(call, is_there):
     def count(module, _):
         name = "replays" if is_recomputing() else "forwards"
         setattr(module, name, getattr(module, name, 0) + 1)
 
     module, x = Scaled(), torch.randn(3, 4, requires_grad=True)
-    module.replays = 0
+    if is_there:
+        module.replays = 0
     module.register_forward_pre_hook(count)
     for step in (1, 2):
         sum(call(module, x).sum() for _ in range(3)).backward()

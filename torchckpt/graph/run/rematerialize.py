@@ -102,9 +102,7 @@ _SHARED = (
     "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks",
     "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )
-
-
-_OWN = ("original", "_planner", "_engine")
+_MADE = (*_SHARED, "original", "_planner", "_engine", "_calls")
 
 
 class Rematerialized(Planned, nn.Module):
@@ -180,8 +178,7 @@ class Rematerialized(Planned, nn.Module):
         return self
 
     def __reduce__(self) -> Any:
-        made = {*_SHARED, *_OWN, "_calls"}
-        rest = {name: value for name, value in self.__dict__.items() if name not in made}  # its own hooks
+        rest = {name: value for name, value in self.__dict__.items() if name not in _MADE}  # its own hooks
         return Rematerialized, (self.original, self._planner, self._engine), rest
 
     def _replicate_for_data_parallel(self) -> None:

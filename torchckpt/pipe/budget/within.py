@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import BudgetInfeasible, CheckpointError, Fault, raise_fault, without_generators
+from torchckpt.errors import BudgetInfeasible, CheckpointError, check, without_generators
 from torchckpt.measuring.live import Watch
 from torchckpt.measuring.remembered import LESS, NEAR, SHOWN, Discarded, Followed, Remembered
 from torchckpt.measuring.shapes import ModelSettings, shapes_of
+from torchckpt.modules import faults_of_lazy
 from torchckpt.pipe.budget.count import Count, Counted
 from torchckpt.pipe.budget.plan import fit, graph_order, parts_of, placement_of, step_order, whole_bytes
 from torchckpt.pipe.microbatch import MicroBatch
@@ -133,10 +133,8 @@ class Within:
         """The budget of a pipe of ``stages``. Raises ArgumentError if it is no budget for their devices, or if a
         parameter has no shape yet."""
         layers = (layer for stage in stages for layer in stage.layers)
-        lazy = [f"{at}.{name}" for at, layer in layers for name, x in layer.named_parameters() if is_lazy(x)]
-        if lazy:
-            works = "module(*inputs), once, before Pipe(..., budget=...)"
-            raise_fault(Fault("a parameter has no shape yet", f"{lazy[0]} has none yet", works))
+        parameters = ((f"{at}.{name}", x) for at, layer in layers for name, x in layer.named_parameters())
+        check(faults_of_lazy(parameters, "module(*inputs), once, before Pipe(..., budget=...)"))
         bytes_per_rank(budget, len(set(placement_of(stages))), 1.0)
         return cls(budget)
 

@@ -166,9 +166,8 @@ class Layout:
                 yield key, value
 
     def added_attributes(self, own: Set[Key] = frozenset()) -> Iterator[Key]:
-        """The tensors, numbers and words that were added as attributes, under new names, since this layout was made;
-        where code of the module asks ``is_recomputing()``, the tensors alone. The forward's ``own`` numbers stay, as
-        those that it changes, where it adds no tensors to the module: what tells that they are there may stay, too."""
+        """The attributes added since this layout was made: tensors, and numbers and words where the module's code asks
+        no ``is_recomputing()``. The forward's ``own`` numbers stay, with what tells of them, if it adds no tensors."""
         if self.lengths != lengths_of(self.dicts):
             for place, (attributes, names) in enumerate(zip(self.dicts, self._names), start=len(self.dicts)):
                 tensors = [(place, name) for name, value in attributes.items() if isinstance(value, Tensor)]
@@ -177,7 +176,8 @@ class Layout:
                 new = [] if self.asks((place, "")) else [name for name in attributes if name not in names]
                 stay = own if own.isdisjoint(added) else ()
                 keys = [(place, name) for name in new if not isinstance(noted(attributes[name]), type)]
-                yield from (k for k in keys if not (k in stay or _is_set_in(_asking_hooks(attributes), k[1])))
+                codes = _asking_hooks(attributes) if keys else []
+                yield from (key for key in keys if not (key in stay or _is_set_in(codes, key[1])))
 
     def asks(self, key: Key) -> bool:
         """Whether code of the module that has the buffer of ``key`` asks ``is_recomputing()``."""
