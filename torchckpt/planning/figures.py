@@ -36,8 +36,8 @@ class Drawn:
         if path is not None:
             file = Path(path)
             if file.suffix.lower() not in ("", ".svg"):
-                rule, works = "the picture is SVG, and the file's name does not end in .svg", file.with_suffix(".svg")
-                raise_fault(Fault(rule, str(file), f'draw("{works.name}")'), "draw()")
+                rule = "the picture is SVG, and the file's name does not end in .svg"
+                raise_fault(Fault(rule, str(file), f'draw("{file.with_suffix(".svg").name}")'), "draw()")
             file.write_text(text, encoding="utf-8")
         return text
 
