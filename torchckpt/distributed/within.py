@@ -46,7 +46,7 @@ from torchckpt.planning.step.measured import Spans, measured_timeline
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.scope import Scope
 from torchckpt.regions.moved.copies import copies_of, goes_from
-from torchckpt.regions.wrap.mixin import COMPILED
+from torchckpt.regions.wrap.mixin import are_compiled
 from torchckpt.tensors import gradient_bytes, tensors_in
 
 __all__ = ["RecomputeWithin"]
@@ -342,8 +342,7 @@ class RecomputeWithin(RecomputeAhead):
         return sum(map(len, each)) > len(set().union(*each))
 
     def _is_compiled(self) -> bool:
-        modules = [module for stage in self._stage_by_index.values() for module in stage.submod.modules()]
-        return any(is_compiled(module) or COMPILED in module.__dict__ for module in modules)
+        return any(are_compiled(stage.submod.modules()) for stage in self._stage_by_index.values())
 
     def _out_of_memory(self, text: str) -> str:
         steps = "the first steps, which recompute everything, take"

@@ -32,14 +32,13 @@ from torchckpt.layers.plan import LayersPlan, Wish
 from torchckpt.layers.step import MOST_CALLS, PLAIN, Step
 from torchckpt.measuring.remembered import SHOWN, Discarded
 from torchckpt.measuring.shapes import ModelSettings, Shapes, shapes_of
-from torchckpt.modules import is_compiled
 from torchckpt.planning import Kind
 from torchckpt.regions.core.checkpointing import refuse_transforms, run
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.flags import local
 from torchckpt.regions.moved.order import Driven
 from torchckpt.regions.private import hooks_in_force, is_exporting, keep_from_dynamo, leave_modes, running_node
-from torchckpt.regions.wrap.mixin import COMPILED
+from torchckpt.regions.wrap.mixin import are_compiled
 from torchckpt.tensors import hides_tensors, tensors_in
 from torchckpt.typing import Function
 
@@ -214,7 +213,7 @@ class Steps:
             return None
         if any(weight.device.type == device.type and weight.device != device for weight in model.parameters()):
             self._known.warn(_ON_OTHERS)
-        looks = not any(is_compiled(module) or COMPILED in module.__dict__ for module in model.modules())
+        looks = not are_compiled(model.modules())
         return Counter(device, looks, model, inputs, self._settings.gathered)
 
     def _close(self) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor
 from torchckpt.measuring.live import LiveBytes, Watch
 from torchckpt.measuring.record import Record, with_seconds
 from torchckpt.measuring.saved import CountedFrame, RegionBytes
-from torchckpt.modules import is_compiled
 from torchckpt.pipe.partition import Stage
 from torchckpt.planning import Action, Kind, Schedule
 from torchckpt.planning import Stage as Work
@@ -28,6 +27,7 @@ from torchckpt.planning.step.memory import Level
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.private import after_backward, put_under_modes
+from torchckpt.regions.wrap.mixin import are_compiled
 from torchckpt.tensors import gradient_bytes, nodes_behind
 
 __all__ = ["Count", "Counted"]
@@ -99,7 +99,7 @@ class Count:
         devices = [stages[schedule.placement.index(rank)].device for rank in range(len(schedule.ranks))]
         self._records = [Record(device) for device in devices]
         modules = [module for stage in stages for owner in stage.modules for module in owner.modules()]
-        looks = all(device.type == "cpu" for device in devices) and not any(map(is_compiled, modules))
+        looks = all(device.type == "cpu" for device in devices) and not are_compiled(modules)
         parameters = {stage.number: [x for owner in stage.modules for x in owner.parameters()] for stage in stages}
         self._gradient_bytes = gradient_bytes(parameters) if counts_blocks and not in_graph else {}
         self._parameters = [parameter for own in parameters.values() for parameter in own]

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypeAlias
 
-from torchckpt.modules import is_compiled_class
+from torchckpt.modules import is_compiled, is_compiled_class
 
-__all__ = ["COMPILED", "Mixin", "plain_forward", "put", "take"]
+__all__ = ["COMPILED", "Mixin", "are_compiled", "plain_forward", "put", "take"]
 
 COMPILED = "_torchckpt_compiled"
 """The attribute of the instance that holds the plain forward as ``module.compile()`` compiled it."""
@@ -76,6 +76,11 @@ def plain_forward(module: Any, mixin: type[Mixin]) -> Callable[..., Any]:
     mixed: Any = next(cls for cls in type(module).__mro__ if cls.__bases__[:1] == (mixin,))
     forward: Callable[..., Any] = super(mixed, module).forward
     return forward
+
+
+def are_compiled(modules: Iterable[Any]) -> bool:
+    """Whether any of ``modules`` is compiled, by itself or inside of its region."""
+    return any(is_compiled(module) or COMPILED in module.__dict__ for module in modules)
 
 
 def _front(cls: type[Any]) -> type[Mixin] | None:
