@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from torchckpt import Pipe, checkpoint_layers
+from torchckpt.pipe import balance_by_bytes
 from torchckpt.regions.private import dispatch_modes_are_active
 
 X = torch.randn(4, 8)
@@ -71,3 +72,21 @@ def test_a_pipe_that_is_gone_in_a_step_of_another():
     pipe.step(X, X, loss_fn=mse_loss)
     assert torch.empty(3).shape == (3,)
     assert dispatch_modes_are_active() == 0
+
+
+def as_layer_of_a_pipe(model):
+    Pipe(nn.Sequential(model, block())).step(X, X, loss_fn=mse_loss)
+
+
+def as_layer_to_be_measured(model):
+    balance_by_bytes(1, nn.Sequential(model, block()), X)
+
+
+@pytest.mark.parametrize("make", [of_layers, of_pipe])
+@pytest.mark.parametrize("use", [as_layer_of_a_pipe, as_layer_to_be_measured])
+def test_a_mode_that_is_left_in_what_turns_inference_mode_off(make, use):
+    model = make()
+    for _ in range(3):
+        mse_loss(model(X), X).backward()  # the first and the third are counted
+        use(model)
+        assert torch.empty(3).shape == (3,)

@@ -6,10 +6,12 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.functional import mse_loss
 
 from tests.pipe.budget.models import WAYS
 from torchckpt import Pipe, is_recomputing
+from torchckpt.pipe import NoChunk
 
 WIDTH = 64
 VIEWS = {
@@ -196,3 +198,43 @@ def assert_gradients_of(plain, pipe, x, way):
             pipe(x).square().mean().backward()
         assert all(torch.equal(*pair) for pair in zip(gradients_of(pipe), gradients_of(plain)))
         pipe.zero_grad()
+
+
+class Tagged(torch.Tensor):
+    pass
+
+
+class Notes(nn.Linear):
+    """Notes the class of its first input."""
+
+    noted: type | None = None
+
+    def forward(self, x):
+        self.noted = self.noted or type(x)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_copy_with_gaps_has_the_class_of_its_input(checkpoint):
+    layer = Notes(4, 4)
+    Pipe(nn.Sequential(layer), chunks=2, checkpoint=checkpoint)(torch.randn(2, 8).as_subclass(Tagged)[:, ::2])
+    assert layer.noted is Tagged
+
+
+def test_a_copy_with_gaps_has_a_tangent():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 8)[:, ::2]
+    with torch.no_grad(), forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones(2, 4))
+        expected, found = (forward_ad.unpack_dual(module(dual)).tangent for module in (model, Pipe(model)))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_for_every_micro_batch():
+    class Pads(nn.Linear):
+        def forward(self, x, rows):
+            return super().forward(x) + rows.to_padded_tensor(0.0).sum()
+
+    rows = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)])  # strided, and without strides
+    layer, x = Pads(4, 4), torch.randn(4, 4)
+    assert torch.equal(Pipe(nn.Sequential(layer), chunks=2)(x, NoChunk(rows)), layer(x, rows))

@@ -21,7 +21,7 @@ from torchckpt.planning.work.partition import balanced, count_faults
 from torchckpt.regions.devices import accelerators_among
 from torchckpt.regions.private import look_through
 from torchckpt.regions.saved import bytes_of
-from torchckpt.regions.state.ambient import generators_of, random_state, restore_states
+from torchckpt.regions.state.ambient import generators_of, outside_inference, random_state, restore_states
 from torchckpt.tensors import tensors_in
 
 __all__ = ["Balance", "balance_by_bytes", "balance_by_time"]
@@ -249,7 +249,7 @@ def _as_found(module: nn.Module, devices: Sequence[torch.device]) -> Iterator[No
     """Inside, grad mode is on, and the layers hold copies of their buffers. The random state is restored."""
     states = random_state(generators_of(devices, ()))
     before = [(holder._buffers, dict(holder._buffers.items())) for holder in module.modules()]
-    with torch.inference_mode(False), torch.enable_grad():
+    with outside_inference(), torch.enable_grad():
         copies: dict[Tensor | None, Tensor] = {buffer: buffer.clone() for buffer in module.buffers()}
         try:
             for buffers, originals in before:

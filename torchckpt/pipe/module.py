@@ -37,6 +37,7 @@ from torchckpt.planning.plan.run.fit_measured import PlannedStep
 from torchckpt.regions.core.checkpointing import outside, refuse_transforms
 from torchckpt.regions.core.options import Options, check_options
 from torchckpt.regions.devices import accelerator_type
+from torchckpt.regions.state.ambient import outside_inference
 from torchckpt.tensors import runs_when_accumulated
 from torchckpt.typing import CheckpointMode, ContextFunction, DeterminismCheck
 
@@ -227,7 +228,7 @@ class Pipe(nn.Module):
         bare, last_step, within = [p for p in self.parameters() if p.grad is None], self._last_step, self._within
         explained, watched = (within.explained(), within.watched()) if within else (nullcontext(), nullcontext())
         try:
-            with explained, torch.inference_mode(False), torch.enable_grad(), self._statistics(), watched:
+            with explained, outside_inference(), torch.enable_grad(), self._statistics(), watched:
                 step = self._step(args, kwargs, loss_fn, reduce)
                 loss = step.run()
                 self._last_step = step.took

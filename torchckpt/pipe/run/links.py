@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from torchckpt.regions.devices import accelerator_type, on
+from torchckpt.tensors import detached, of_class
 
-__all__ = ["Place", "copy", "wait"]
+__all__ = ["Place", "copy", "copy_of", "has_strides", "wait"]
 
 _Stream: TypeAlias = torch.Stream | None
 
@@ -107,3 +108,39 @@ def _transfer(tensor: Tensor, device: torch.device) -> Tensor:
 def _record(tensor: Tensor, stream: _Stream) -> None:
     if stream is not None and tensor.device == stream.device:
         tensor.record_stream(stream)
+
+
+def has_strides(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not (hasattr(tensor, "__tensor_flatten__") or tensor.is_nested)
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """A copy with the strides of ``tensor``, by which torch chooses kernels: ``clone`` leaves gaps and repeats out."""
+    copy = tensor.clone()
+    if not has_strides(tensor) or copy.stride() == tensor.stride():
+        return copy
+    strided: Tensor = _Strided.apply(tensor)  # type: ignore[no-untyped-call]  # Function.apply is untyped
+    return strided
+
+
+class _Strided(Function):
+    """A copy with the gaps and repeats of its input. A repeat has the gradient that has come for it: ``expand`` would
+    give the first one the sum of all."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        once, repeats = [copy, tensor], [dim for dim, stride in enumerate(tensor.stride()) if stride == 0]
+        for dim in repeats:
+            once = [each.narrow(dim, 0, min(1, each.size(dim))) for each in once]
+        once[0].copy_(once[1])
+        return detached(of_class(type(tensor), copy))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
+        return grad
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return tangent

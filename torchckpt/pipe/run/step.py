@@ -29,7 +29,7 @@ from torchckpt.errors import Fault, check, raise_fault
 from torchckpt.measuring.record import Record
 from torchckpt.pipe.microbatch import MicroBatch
 from torchckpt.pipe.partition import Stage
-from torchckpt.pipe.run.links import Place, copy, wait
+from torchckpt.pipe.run.links import Place, copy, copy_of, wait
 from torchckpt.pipe.run.pipeline import in_profile
 from torchckpt.pipe.run.visit import InFlight, Regions, Replay, of_caller, visit
 from torchckpt.planning import (
@@ -51,6 +51,7 @@ from torchckpt.planning.step.simulated import step_of
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.nodes import checkpoint
 from torchckpt.regions.devices import on
+from torchckpt.regions.private import use_count
 from torchckpt.tensors import tensors_of
 
 __all__ = ["Order", "Step", "Took", "one_ahead", "timeline_of", "with_replays"]
@@ -141,7 +142,11 @@ class CutTensor:
         """Send the gradient back. Call it after the receiver's backward."""
         if self._taken:
             receiver, sender = self._back
-            self._gradient = AsyncCopy(self._taken.pop(), receiver).sent(sender)
+            gradient = self._taken.pop().detach()
+            # A parameter may have this memory for its ``.grad``, to which a later backward adds in place.
+            if gradient.layout == torch.strided and use_count(gradient) > 1:
+                gradient = copy_of(gradient)
+            self._gradient = AsyncCopy(gradient, receiver).sent(sender)
 
     def gradient(self) -> Tensor | None:
         return None if self._gradient is None else self._gradient.arrived(self._back[1].place)

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, check, raise_fault
 from torchckpt.pipe.microbatch import MicroBatch
 from torchckpt.pipe.partition import Mode, Stage
+from torchckpt.pipe.run.links import copy_of, has_strides
 from torchckpt.pipe.skip import Name, Skips, StageSkips, stasher_behind
 from torchckpt.planning import Action
 from torchckpt.regions.core.frame import Frame
@@ -262,7 +262,7 @@ class StageCall(NamesModules):
         leaves = {place for place in places if is_graded and tensors[place].requires_grad and tensors[place].is_leaf}
         copied = {*places} - leaves - self._uncopied
         if copied:
-            tensors = tuple(_copy_of(tensor) if n in copied else tensor for n, tensor in enumerate(tensors))
+            tensors = tuple(copy_of(tensor) if n in copied else tensor for n, tensor in enumerate(tensors))
         if is_forward:
             self._views = frozenset(n for n in self._views if is_graded and _can_be_view(tensors[n]))
         if self._views:
@@ -305,40 +305,12 @@ class StageCall(NamesModules):
         raise_fault(Fault(rule, received, works), "Pipe")
 
 
-def _copy_of(tensor: Tensor) -> Tensor:
-    """A copy with the strides of ``tensor``, by which torch chooses kernels: ``clone`` leaves gaps and repeats out."""
-    copy = tensor.clone()
-    if tensor.layout != torch.strided or hasattr(tensor, "__tensor_flatten__") or copy.stride() == tensor.stride():
-        return copy
-    strided: Tensor = _Strided.apply(tensor)  # type: ignore[no-untyped-call]  # Function.apply is untyped
-    return strided
-
-
-class _Strided(Function):
-    """A copy with the gaps and repeats of its input. A repeat has the gradient that has come for it: ``expand`` would
-    give the first one the sum of all."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-        once, repeats = [copy, tensor], [dim for dim, stride in enumerate(tensor.stride()) if stride == 0]
-        for dim in repeats:
-            once = [each.narrow(dim, 0, min(1, each.size(dim))) for each in once]
-        once[0].copy_(once[1])
-        return copy
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
-        return grad
-
-
 def _view_of(tensor: Tensor) -> Tensor:
     return copy_attributes(tensor, tensor[...])  # view_as() may change the stride of a dimension of size one
 
 
 def _can_be_view(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and not hasattr(tensor, "__tensor_flatten__") and not tensor._is_view()
+    return has_strides(tensor) and not tensor._is_view()
 
 
 def _mode_of(call: StageCall, tensors: Sequence[Tensor]) -> Mode:

@@ -9,7 +9,7 @@ found back at its end.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any, Protocol, TypeAlias
 
@@ -47,8 +47,8 @@ from torchckpt.typing import Function
 
 __all__ = [
     "Ambient", "Draws", "Generator", "RandomState", "Settings", "changing", "differ_in_process", "drawn_since",
-    "generators_of", "is_made_here", "random_state", "restore_states", "set_states", "settings", "use_settings",
-    "use_settings_of_process",
+    "generators_of", "is_made_here", "outside_inference", "random_state", "restore_states", "set_states", "settings",
+    "use_settings", "use_settings_of_process",
 ]
 
 
@@ -87,6 +87,12 @@ def settings() -> Settings:
         kernels_allowed(),
         parametrized["_cache"].copy().copy if parametrized["_cache_enabled"] else None,
     )
+
+
+def outside_inference() -> AbstractContextManager[Any]:
+    """A context without inference mode, which enters nothing where none is on: at its end torch puts back the dispatch
+    keys from before, those of a mode that was left inside of it among them."""
+    return torch.inference_mode(False) if is_inference_mode_enabled() else nullcontext()
 
 
 @contextmanager

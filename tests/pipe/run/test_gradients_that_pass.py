@@ -1,0 +1,57 @@
+"""The gradient that passes a cut has memory of its own: autograd may give a parameter that memory for its ``.grad``."""
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torchckpt import Pipe
+from torchckpt.pipe.skip import pop, stash
+
+
+class Shift(nn.Module):
+    """Adds a bias. The gradient of a single row is that of its input, and ``[None]`` makes a view of it."""
+
+    def __init__(self, bias: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(4)) if bias is None else bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.bias[None]
+
+
+class Keeps(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        stash("y", y)
+        return y.tanh()
+
+
+class ShiftsWhatWasKept(Shift):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(pop("y"))
+
+
+def skipped() -> nn.Sequential:
+    return nn.Sequential(Keeps(4, 4), nn.Linear(4, 4), ShiftsWhatWasKept())
+
+
+def tied() -> nn.Sequential:
+    first = Shift()
+    return nn.Sequential(first, nn.Linear(4, 4), Shift(), Shift(first.bias))
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("chunks", [1, 2, 5])
+@pytest.mark.parametrize("make", [skipped, tied])
+def test_a_parameter_that_accumulates_in_the_memory_of_a_gradient_leaves_that_gradient(make, chunks, checkpoint):
+    torch.manual_seed(0)
+    plain, x = make().double(), torch.randn(chunks, 4, dtype=torch.float64)
+    pipe = Pipe(copy.deepcopy(plain), [1] * len(plain), chunks=chunks, checkpoint=checkpoint)
+    pipe.step(x, x, loss_fn=lambda output, target: (output - target).square().sum(), reduce="sum")
+    for row in x.split(1):
+        (plain(row) - row).square().sum().backward()
+    for expected, found in zip(plain.parameters(), pipe.parameters()):
+        torch.testing.assert_close(found.grad, expected.grad)
