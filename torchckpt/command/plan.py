@@ -58,6 +58,7 @@ _DEFAULTS = {
 }
 _NOTHING = (0.0, 0.0, 0.0)
 _ALL = "all"
+_OF_JOBS = "zb-2p"
 _EXAMPLES = f"""\
 times and bytes are in any one unit, of one micro-batch and one block; a list has one for each stage
 
@@ -93,8 +94,8 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     description = "Plan what a pipeline keeps, what it recomputes, and when, under a byte budget."
     plan = add_command(commands, "plan", short, description, _EXAMPLES)
     group = add_schedule(
-        plan, lambda text: text if text == _ALL else schedule_name(text), "; all: each that fits, and the table",
-        required=False,
+        plan, lambda text: text if text in (_ALL, _OF_JOBS) else schedule_name(text),
+        "; all: each that fits, and the table; zb-2p: with --model", required=False,
     )
     group.add_argument("--ranks", type=count, metavar="R", help="default: as many as the schedule deals the stages to")
     _add_stages(plan)
