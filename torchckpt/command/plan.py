@@ -19,14 +19,12 @@ from torchckpt.command.shared import (
     amount,
     count,
     file_to_write,
+    give,
     line,
     positive,
-    say,
-    say_json,
     schedule_name,
     schedule_of_csv,
     with_unit,
-    write,
 )
 from torchckpt.command.target import CONTRACT
 from torchckpt.errors import ArgumentError
@@ -134,13 +132,9 @@ def run(options: argparse.Namespace) -> None:
             raise
         raise ArgumentError(str(error).replace(WORKS, 'budget="50%", budget=16.5')) from error
     over = _over_device(plan, options)
-    if options.json:
-        counted = {} if costs is None else {"costs": costs.as_json()}
-        say_json({**_as_json(plan, compared), **counted, **({"does_not_fit": over} if over else {})})
-    else:
-        say("\n\n".join(str(part) for part in (over, costs, compared, plan) if part))
-    if options.svg is not None:
-        write(options.svg, plan.draw())
+    counted = {} if costs is None else {"costs": costs.as_json()}
+    more = {**counted, **({"does_not_fit": over} if over else {})}
+    give(options, lambda: {**_as_json(plan, compared), **more}, over, costs, compared, plan, svg=plan.draw)
 
 
 def _over_device(plan: PipelinePlan, options: argparse.Namespace) -> str:
