@@ -278,6 +278,8 @@ class Run:
             return replace(base, parameter_bytes=4.0, gradient_bytes=4.0, optimizer_bytes=8.0)
         if "ZeRO" in sharding or "stage" in sharding:
             return replace(base, gradient_bytes=2.0, gradients_shared=self._stage == 2)
+        if self._multiplied == "fp16":  # Megatron sums gradients in fp16, and has them once more for its optimizer
+            return replace(base, gradient_bytes=2.0, optimizer_bytes=14.0)
         return base
 
     @property

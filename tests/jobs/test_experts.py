@@ -57,7 +57,8 @@ def test_all_ranks_together_hold_each_expert_as_often_as_the_layout_says(seed):
     """Before the state is shared, and when it is."""
     for model, layout in random_layouts(seed):
         if model.experts:
-            experts = (model.layers - model.dense_layers) * model.experts * model.mlp_parameters(model.expert_ffn)
+            one = layout.etp * model.mlp_parameters(model.expert_ffn / layout.etp)
+            experts = (model.layers - model.dense_layers) * model.experts * one
             routed = sum(rank[1] for rank in Job(model, layout, H100).rank_parameters) * layout.gpus / layout.pp
             assert routed == pytest.approx(experts * layout.expert_ranks)
             assert layout.etp * layout.ep * layout.expert_ranks == layout.tp * layout.cp * layout.dp

@@ -35,6 +35,27 @@ def test_layers_leave_the_stage_of_the_head_until_none_has_more_flops():
     assert [len(stage) for stage in job(big, head="balanced").layers] == [5, 5, 6, 0]
 
 
+def test_a_rank_with_both_ends_has_one_table_if_they_are_tied():
+    """So do ranks that share the head; others hold a copy at each end."""
+    model, table = replace(SMALL, tied=True), SMALL.embedding_parameters
+    held = [sum(dense for dense, _ in job(model, **layout).rank_parameters) - model.parameters for layout in (
+        {"schedule": "zbv"}, {"schedule": "dualpipe_v"}, {}, {"gpus": 1, "pp": 1},
+    )]  # fmt: skip
+    assert held == [0, 0, table, 0]
+    assert sum(dense for dense, _ in job(model, head="split").rank_parameters) == model.parameters - SMALL.hidden
+
+
+def test_biases_of_what_ranks_sum_are_whole():
+    model = Model(
+        "", layers=2, hidden=64, heads=4, ffn=256, vocab=512, experts=4, active=2, shared=2, expert_ffn=128, biases=True
+    )
+    one, two = (job(model, gpus=tp, tp=tp, pp=1, ep=1).rank_parameters[0] for tp in (1, 2))
+    norms, routers, tables = 5 * 64, 2 * 4 * 64, 2 * 512 * 64
+    assert 2 * two[0] - one[0] == norms + routers + 2 * 64 * (1 + 2)  # attention's, and those of shared experts
+    assert 2 * two[1] - one[1] == 2 * 4 * 64
+    assert one[0] > tables
+
+
 def test_a_step_of_1f1b_without_a_head_and_messages():
     """(m + p - 1) times the work of a stage, as all are alike, and what happens once."""
     alike = replace(SMALL, vocab=8)
@@ -117,7 +138,9 @@ def test_collectives_of_the_state():
     assert job(pp=1, dp=4).collectives == (
         Collective("reduce_scatter", 2 * size, 4, "dp", "step"), Collective("all_gather", size, 4, "dp", "step")
     )  # fmt: skip
-    assert job(pp=1, dp=4, state="none").collectives == (Collective("all_reduce", size, 4, "dp", "step"),)
+    assert job(pp=1, dp=4, state="none").collectives == (Collective("all_reduce", 2 * size, 4, "dp", "step"),)
+    halves = job(pp=1, dp=4, state="none", software=Software(gradient_bytes=2.0))
+    assert halves.collectives == (Collective("all_reduce", size, 4, "dp", "step"),)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev", "interleaved_1f1b"])

@@ -27,6 +27,14 @@ def test_flops_of_a_dense_layer():
     assert work(tp=4).flops == work().flops / 4
 
 
+def test_scores_that_are_written_are_those_of_the_rank():
+    """Context parallel splits the queries."""
+    model = Model("", 1, 1024, 8, 4096, 1000, gated=False)
+    software = Software(attention="unfused")
+    one, four = (sum(work(model, cp=cp, sequence=8192, software=software).attention) for cp in (1, 4))
+    assert four == pytest.approx(one / 4, rel=0.02)
+
+
 def test_flops_of_experts_follow_the_tokens_that_visit_them():
     model = MODELS["mixtral-8x7b"]
     routed = LayerWork(model, Layout(sequence=2048), H100, dense=False)
@@ -48,6 +56,8 @@ def test_saved_bytes_of_korthikanti():
     one = saved_of(GPT, replace(layout, tp=8))
     assert one.whole == tokens * (10 * hidden + (24 * hidden + 5 * 96 * 2048) / 8)
     assert saved_of(GPT, replace(layout, tp=8, sequence_parallel=True)).whole == saved.whole / 8
+    plain = saved_of(GPT, replace(layout, software=Software(attention="unfused")))
+    assert plain.whole == tokens * (32 * hidden + 2 * 96 * 2048)  # of the scores what a softmax returns
     flash = saved_of(GPT, replace(layout, software=Software(attention="flash2", dropout=True)))
     assert flash.whole == tokens * (34 * hidden + 4 * 96)  # both masks of hidden dropout as well
 

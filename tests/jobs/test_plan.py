@@ -12,7 +12,8 @@ import pytest
 
 from tests.slow import slow, slow_but
 from torchckpt.errors import ArgumentError, BudgetInfeasible
-from torchckpt.jobs import MACHINES, MODELS, Job, Layout, plan_job
+from torchckpt.jobs import MACHINES, MODELS, Job, Layout, memory_of, plan_job
+from torchckpt.jobs import plan as plans
 from torchckpt.jobs.layout import RECOMPUTES, SOFTWARE, Software
 from torchckpt.jobs.plan import drawn
 from torchckpt.planning.device import BUFFERS, MARGIN
@@ -81,6 +82,20 @@ def test_the_error_names_the_part_and_the_nearest_layout_that_fits():
     with pytest.raises(BudgetInfeasible, match=r"most of them gradients.*\n.*\n.*gpus=32, tp=8, pp=4, dp=1"):
         plan_job(job(replicas))
     assert plan_job(job(replace(replicas, gpus=32, tp=8, pp=4, dp=1))).peak_bytes < 80e9
+
+
+@pytest.mark.parametrize("schedule", [*sorted({*NAMES} - {"looped_bfs"}), "zb-2p"])
+@pytest.mark.parametrize("recompute", ["none", "full", "planned"])
+def test_what_a_rank_holds_at_least_is_seen_in_few_micro_batches(monkeypatch, schedule, recompute):
+    """A pipeline of 64 stages and 2048 micro-batches took 15 seconds to refuse."""
+    chunks = 2 if schedule == "interleaved_1f1b" else 1
+    layout = replace(FLAGSHIP, global_batch=96, schedule=schedule, chunks=chunks, recompute=recompute)
+    seen = []
+    monkeypatch.setattr(plans, "memory_of", lambda job, peaks: seen.append(job.layout) or memory_of(job, peaks))
+    few = plans._least(job(layout))
+    assert seen[0].micro_batches == (48 if schedule == "gpipe" else 16)
+    monkeypatch.setattr(plans, "_ROUNDS", 48)
+    assert few == plans._least(job(layout))
 
 
 @pytest.mark.parametrize(

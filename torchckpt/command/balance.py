@@ -4,7 +4,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from torchckpt.command.shared import Parser, Unusable, add_command, count, line, say, say_json, shape
+from torchckpt.command.shared import Parser, Unusable, add_command, count, give, line, shape
 from torchckpt.command.target import CONTRACT, Target, layers_at, running
 from torchckpt.errors import ArgumentError, named
 from torchckpt.planning.order.schedule import number_of
@@ -46,12 +46,13 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
 def run(options: argparse.Namespace) -> None:
     with running(options.module):
         balance = _balance(layers_at(options.module), options)
-    if options.json:
-        layers = [{"name": name, balance.unit: cost} for name, cost in zip(balance.names, balance.costs)]
-        say_json({"balance": balance, "layers": layers, "stages": balance.stage_costs})
-        return
+    layers = [{"name": name, balance.unit: cost} for name, cost in zip(balance.names, balance.costs)]
     counts = f"{number_of(len(balance), 'stage')}, {number_of(len(balance.costs), 'layer')}"
-    say(f"{options.module}: {counts}\n\n{balance.table()}\n\nbalance={balance}")
+    give(
+        options,
+        lambda: {"balance": balance, "layers": layers, "stages": balance.stage_costs},
+        f"{options.module}: {counts}", balance.table(), f"balance={balance}",
+    )  # fmt: skip
 
 
 def _balance(target: Target, options: argparse.Namespace) -> Balance:

@@ -12,10 +12,8 @@ from torchckpt.command.shared import (
     add_command,
     comma_list,
     file_to_write,
-    say,
-    say_json,
+    give,
     with_unit,
-    write,
 )
 from torchckpt.command.target import CONTRACT, model_at, running
 from torchckpt.errors import CheckpointError, named
@@ -67,16 +65,14 @@ def run(options: argparse.Namespace) -> None:
     arguments = ["model", "*example" if unpacked else "example"]
     arguments += [f"{name}={value if value is True else json.dumps(value)}" for name, value in _chosen(options).items()]
     call = f"graph.rematerialize({', '.join(arguments)})"
-    if options.json:
-        say_json({**_numbers(plan), **({"explain": explained} if explained else {}), "call": call})
-    else:
-        say("\n\n".join(filter(None, [f"{options.module}\n\n{plan}", explained, call])))
-    if options.plan is not None:
-        write(options.plan, plan.to_json())
-    if options.svg is not None:
-        write(options.svg, plan.draw(title=f"Memory of one training step: {options.module}"))
-    if options.frontier is not None:
-        write(options.frontier, curve)
+    give(
+        options,
+        lambda: {**_numbers(plan), **({"explain": explained} if explained else {}), "call": call},
+        options.module, plan, explained, call,
+        plan=plan.to_json,
+        svg=lambda: plan.draw(title=f"Memory of one training step: {options.module}"),
+        frontier=lambda: curve,
+    )  # fmt: skip
 
 
 def _planned(model: Any, inputs: tuple[Any, ...], options: argparse.Namespace) -> tuple[Plan, str]:

@@ -7,7 +7,7 @@ import re
 import time
 from dataclasses import fields, replace
 
-from torchckpt.command.shared import Unusable, count, given, line, say, say_json, size, tell, write
+from torchckpt.command.shared import Unusable, count, give, given, line, size, tell
 from torchckpt.errors import ArgumentError, BudgetInfeasible
 from torchckpt.jobs import MODELS, Job, Layout, Machine, machine_named, model_named, plan_job, search_layouts
 from torchckpt.jobs.layout import RECOMPUTES, SOFTWARE, STATES
@@ -88,12 +88,7 @@ def _run(options: argparse.Namespace, host: Host | None) -> None:
         if best.pipeline is not None and (best.recomputed_share or best.away_share):
             text += f"\n\n{best.pipeline.by_stage()}"
             numbers["plan"] = json.loads(best.pipeline.to_json())
-    if options.json:
-        say_json(numbers)
-    else:
-        say(text)
-    if options.svg is not None and best is not None:
-        write(options.svg, drawn(best))
+    give(options, lambda: numbers, text, **({} if best is None else {"svg": lambda: drawn(best)}))
 
 
 def _machine(options: argparse.Namespace) -> Machine:

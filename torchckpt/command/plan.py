@@ -19,14 +19,12 @@ from torchckpt.command.shared import (
     amount,
     count,
     file_to_write,
+    give,
     line,
     positive,
-    say,
-    say_json,
     schedule_name,
     schedule_of_csv,
     with_unit,
-    write,
 )
 from torchckpt.command.target import CONTRACT
 from torchckpt.errors import ArgumentError
@@ -58,6 +56,7 @@ _DEFAULTS = {
 }
 _NOTHING = (0.0, 0.0, 0.0)
 _ALL = "all"
+_OF_JOBS = "zb-2p"
 _EXAMPLES = f"""\
 times and bytes are in any one unit, of one micro-batch and one block; a list has one for each stage
 
@@ -93,8 +92,8 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     description = "Plan what a pipeline keeps, what it recomputes, and when, under a byte budget."
     plan = add_command(commands, "plan", short, description, _EXAMPLES)
     group = add_schedule(
-        plan, lambda text: text if text == _ALL else schedule_name(text), "; all: each that fits, and the table",
-        required=False,
+        plan, lambda text: text if text in (_ALL, _OF_JOBS) else schedule_name(text),
+        "; all: each that fits, and the table; zb-2p: with --model", required=False,
     )
     group.add_argument("--ranks", type=count, metavar="R", help="default: as many as the schedule deals the stages to")
     _add_stages(plan)
@@ -133,13 +132,9 @@ def run(options: argparse.Namespace) -> None:
             raise
         raise ArgumentError(str(error).replace(WORKS, 'budget="50%", budget=16.5')) from error
     over = _over_device(plan, options)
-    if options.json:
-        counted = {} if costs is None else {"costs": costs.as_json()}
-        say_json({**_as_json(plan, compared), **counted, **({"does_not_fit": over} if over else {})})
-    else:
-        say("\n\n".join(str(part) for part in (over, costs, compared, plan) if part))
-    if options.svg is not None:
-        write(options.svg, plan.draw())
+    counted = {} if costs is None else {"costs": costs.as_json()}
+    more = {**counted, **({"does_not_fit": over} if over else {})}
+    give(options, lambda: {**_as_json(plan, compared), **more}, over, costs, compared, plan, svg=plan.draw)
 
 
 def _over_device(plan: PipelinePlan, options: argparse.Namespace) -> str:

@@ -20,7 +20,7 @@ from torchckpt.planning.order.schedules import NAMES, named_schedule
 
 __all__ = [
     "Parser", "Unusable", "add_command", "add_schedule", "amount", "check_apart", "comma_list", "count",
-    "file_to_write", "given", "in_options", "line", "positive", "say", "say_json", "schedule_name", "schedule_of_csv",
+    "file_to_write", "give", "given", "in_options", "line", "positive", "say", "schedule_name", "schedule_of_csv",
     "shape", "size", "state_bytes", "tell", "with_unit", "write",
 ]
 
@@ -154,17 +154,26 @@ def _read_csv(path: Path) -> Schedule:
         raise Unusable(f"argument --csv: {path}: {line(error)}") from error
 
 
-def say_json(numbers: Mapping[str, Any]) -> None:
-    """Print ``numbers`` as JSON. It has no infinity: where there is no such number, such as a bound, it has null."""
-    say(json.dumps(_finite(numbers), indent=2, allow_nan=False))
-
-
 def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _finite(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def give(
+    options: argparse.Namespace, numbers: Callable[[], Mapping[str, Any]], *parts: object, **files: Callable[[], str]
+) -> None:
+    """Print what was found, as JSON if that is asked for, then write each of ``files`` whose option is given. JSON has
+    no infinity: where there is no such number, such as a bound, it has null."""
+    if options.json:
+        say(json.dumps(_finite(numbers()), indent=2, allow_nan=False))
+    else:
+        say("\n\n".join(str(part) for part in parts if part))
+    for name, made in files.items():
+        if (path := getattr(options, name)) is not None:
+            write(path, made())
 
 
 def say(text: str) -> None:

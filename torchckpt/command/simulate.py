@@ -13,13 +13,11 @@ from torchckpt.command.shared import (
     comma_list,
     count,
     file_to_write,
+    give,
     line,
     positive,
-    say,
-    say_json,
     schedule_name,
     schedule_of_csv,
-    write,
 )
 from torchckpt.errors import ArgumentError
 from torchckpt.planning.draw.gantt import gantt
@@ -75,14 +73,16 @@ def run(options: argparse.Namespace) -> None:
     half = options.backward / 2
     block = Block(options.forward, half, half, options.recompute, 1.0, options.boundary)
     comparison = report(schedule, block, options.link, options.compare)
-    if options.json:
-        say_json({**comparison.as_json(), "costs": _costs(options)})
-    else:
-        schedule = comparison.schedule
-        say(f"{schedule.name}: {_described(schedule, _costs(options))}\n\n{comparison.table()}")
-        for row in comparison.rows if options.gantt else ():
-            say(f"\n{row.name}\n{gantt(row.timeline)}")
-    _write_pictures(comparison, options)
+    schedule = comparison.schedule
+    described = f"{schedule.name}: {_described(schedule, _costs(options))}"
+    shown = [f"{row.name}\n{gantt(row.timeline)}" for row in comparison.rows if options.gantt]
+    give(
+        options,
+        lambda: {**comparison.as_json(), "costs": _costs(options)},
+        described, comparison.table(), *shown,
+        svg=lambda: _picture(comparison, options),
+        trace=lambda: trace(*(row.timeline for row in comparison.rows), names=[row.name for row in comparison.rows]),
+    )  # fmt: skip
 
 
 def _costs(options: argparse.Namespace) -> dict[str, float]:
@@ -108,14 +108,10 @@ def _described(schedule: Schedule, costs: Mapping[str, float]) -> str:
     return f"{schedule.counts}; {', '.join(f'{name} {number(value)}' for name, value in costs.items())}"
 
 
-def _write_pictures(comparison: Report, options: argparse.Namespace) -> None:
-    if options.svg is not None:
-        costs = {name: cost for name, cost in _costs(options).items() if cost}
-        subtitle = f"{comparison.schedule.name} on paper: {_described(comparison.schedule, costs)}"
-        write(options.svg, comparison.draw(budget_bytes=options.budget, subtitle=subtitle))
-    if options.trace is not None:
-        timelines = [row.timeline for row in comparison.rows]
-        write(options.trace, trace(*timelines, names=[row.name for row in comparison.rows]))
+def _picture(comparison: Report, options: argparse.Namespace) -> str:
+    costs = {name: cost for name, cost in _costs(options).items() if cost}
+    subtitle = f"{comparison.schedule.name} on paper: {_described(comparison.schedule, costs)}"
+    return comparison.draw(budget_bytes=options.budget, subtitle=subtitle)
 
 
 def _policies(text: str) -> list[str]:

@@ -72,7 +72,7 @@ class Job:
         model, layout, tp, whole = self.model, self.layout, self.layout.tp, self.model.whole_parameters(layer)
         experts = 0.0
         if not model.is_dense(layer):
-            experts = model.experts / layout.ep * model.mlp_parameters(model.expert_ffn) / layout.etp
+            experts = model.experts / layout.ep * model.mlp_parameters(model.expert_ffn / layout.etp)
         return (model.layer_parameters(layer, 0) - whole) / tp + whole, experts
 
     @cached_property
@@ -214,11 +214,11 @@ class Job:
 
     @cached_property
     def _gradients(self) -> tuple[Collective, ...]:
-        """What data-parallel ranks do once a step without FSDP2. Gradients of ZeRO-1 are float32, its weights not."""
-        layout, ranks = self.layout, self.layout.dp * self.layout.cp
+        """What data-parallel ranks do once a step without FSDP2: gradients as they are held, weights in two bytes."""
+        layout, ranks, wide = self.layout, self.layout.dp * self.layout.cp, self.layout.software.gradient_bytes
         if layout.state == "fsdp2":
             return ()
-        kinds = {"reduce_scatter": 4, "all_gather": 2} if layout.state == "zero1" else {"all_reduce": 2}
+        kinds = {"reduce_scatter": wide, "all_gather": 2} if layout.state == "zero1" else {"all_reduce": wide}
         groups = ((ranks, "dp"), (layout.expert_ranks, "expert_dp"))
         return tuple(
             Collective(kind, round(size * wire), count, dimension, "step")
@@ -296,9 +296,10 @@ class Job:
         model, count = self.model, len(self.layers)
         table = model.embedding_parameters / self.layout.tp
         if self.layout.head == "split":
-            return 2 * table / count
+            return (2 - model.tied) * table / count
         is_last = stage == count - 1
-        head = table * (is_last and not (model.tied and count == 1)) + model.norm_parameters * is_last
+        is_one = model.tied and self.layout.placement[0] == self.layout.placement[-1]
+        head = table * (is_last and not is_one) + model.norm_parameters * is_last
         return head + (table + model.positions * model.hidden) * (stage == 0)
 
     @cached_property

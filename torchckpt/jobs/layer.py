@@ -50,18 +50,19 @@ class LayerWork:
     def attention(self) -> tuple[float, float]:
         """Forward, backward. All kernels but ``unfused`` skip the masked half of the scores."""
         model, layout, machine = self.model, self.layout, self.machine
+        sequence, context = layout.sequence, layout.context
         if layout.software.attention != "unfused":
             width = (model.query_width + model.output_width) / layout.tp
-            flops = 1.0 * layout.micro_batch * layout.sequence * layout.context * width
-            forward, backward = machine.attention(flops, layout.software.attention, layout.sequence)
-            ring = self._seconds(self._ring)  # context parallel ranks pass keys and values around beside it
-            return max(forward, ring), max(backward, 2 * ring)
-        heads, sequence = max(1.0, layout.micro_batch * model.heads / layout.tp), layout.sequence
-        size, value = model.head_size, model.head_size * model.value_share
-        made = Product(sequence, sequence, size, heads), Product(sequence, value, sequence, heads)
-        two = sum(map(machine.product, made))
-        scores = heads * sequence**2
-        return two + machine.stream(7 * scores), 2 * two + machine.stream(11 * scores)
+            flops = 1.0 * layout.micro_batch * sequence * context * width
+            forward, backward = machine.attention(flops, layout.software.attention, sequence)
+        else:
+            heads = max(1.0, layout.micro_batch * model.heads / layout.tp)
+            size, value, scores = model.head_size, model.head_size * model.value_share, heads * context * sequence
+            made = Product(context, sequence, size, heads), Product(context, value, sequence, heads)
+            two = sum(map(machine.product, made))
+            forward, backward = two + machine.stream(7 * scores), 2 * two + machine.stream(11 * scores)
+        ring = self._seconds(self._ring)  # context parallel ranks pass keys and values around beside it
+        return max(forward, ring), max(backward, 2 * ring)
 
     @cached_property
     def elementwise(self) -> float:
@@ -291,7 +292,7 @@ def saved_of(model: Model, layout: Layout, dense: bool = True) -> Saved:
     first = (4 if model.gated else 2) * width
     second = (4 if model.gated and eager else 2) * width
     routed = 0 if dense else 2 * model.active * hidden * layout.etp  # each rank of an expert has all of its tokens
-    scores = 4 * model.heads if flash else 5 * model.heads * layout.sequence
+    scores = model.heads * (4 if flash else layout.sequence * (5 if software.dropout else 2))
     inside = 2 * (query + keys * (1 + model.value_share)) + 2 * output + first + second + routed + scores
     latent = 4 * (model.query_rank + model.kv_rank) * split  # before their norms, and behind
     whole = layout.tokens * (hidden * (norms * split + gathered) + latent + inside / tp)

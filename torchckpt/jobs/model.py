@@ -142,8 +142,8 @@ class Model:
         """The inner widths of the products that make them."""
         return self.query_rank or self.hidden, self.kv_rank or self.hidden
 
-    def mlp_parameters(self, width: int) -> int:
-        """Of one MLP, or of one expert."""
+    def mlp_parameters(self, width: float) -> float:
+        """Of one MLP, or of one expert; of so much of its width on a rank."""
         ways = 2 if self.gated else 1
         return (ways + 1) * self.hidden * width + (ways * width + self.hidden if self.has_biases else 0)
 
@@ -162,7 +162,8 @@ class Model:
 
     def whole_parameters(self, layer: int) -> int:
         """Those of a layer that tensor parallel does not split: norms, biases of what its ranks sum, a router."""
-        count = 2 * (1 if self.gated else 2) + (1 + self.is_dense(layer) if self.has_biases else 0)
+        summed = 1 + (1 if self.is_dense(layer) else self.shared) if self.has_biases else 0
+        count = 2 * (1 if self.gated else 2) + summed
         latent = self.hidden * self.latent + (self.query_rank + self.kv_rank) * (1 if self.gated else 2)
         return count * self.hidden + latent + (0 if self.is_dense(layer) else self.router_parameters)
 

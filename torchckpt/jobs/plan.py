@@ -17,6 +17,7 @@ from torchckpt.planning.budget import Budget, enough, read, trouble, whole
 from torchckpt.planning.device import BUFFERS, MARGIN, left_to_tensors
 from torchckpt.planning.draw.canvas import STYLE, Axis, Canvas
 from torchckpt.planning.draw.units import aligned, percent
+from torchckpt.planning.order.schedules import CHUNKS
 from torchckpt.planning.plan.away import bound_seconds
 from torchckpt.planning.plan.pipeline import planned
 from torchckpt.planning.plan.problem import Problem, problem_of
@@ -32,6 +33,7 @@ __all__ = ["JobPlan", "drawn", "plan_job"]
 
 _GB = 1e9
 _ROUNDING = 1e-9
+_ROUNDS = 4
 _ROOMY = 1e18
 """Bytes in which everything is kept, as a host may hold everything."""
 
@@ -242,8 +244,14 @@ def fits(job: Job, device_bytes: float) -> bool:
 
 
 def _least(job: Job) -> list[RankMemory]:
-    """What each rank holds at least."""
-    is_planned = job.layout.recompute == "planned"
+    """What each rank holds at least. Where forwards do not all come first, four rounds over the ranks have as much in
+    flight as all."""
+    layout = job.layout
+    rounds, is_planned = layout.micro_batches // layout.pp, layout.recompute == "planned"
+    is_odd = layout.ahead or layout.schedule in ("gpipe", "looped_bfs")
+    if rounds > _ROUNDS and not is_odd and not (layout.schedule in CHUNKS and layout.micro_batches % rounds):
+        few = _ROUNDS * (layout.micro_batches // rounds) * layout.dp * layout.micro_batch
+        job = replace(job, layout=replace(layout, global_batch=few))
     return memory_of(job, _problem(job, [0.0] * job.layout.pp).least_bytes if is_planned else None)
 
 

@@ -28,6 +28,15 @@ def test_torch_reads_what_is_written():
     assert [[str(action) for action in row] for row in read] == [list(map(str, order)) for order in schedule.ranks]
 
 
+def test_a_blank_line_is_no_rank():
+    """Nor is one of commas alone, as tables have them below. Lines count as they stand in the file."""
+    plain = one_f_one_b(2, 2)
+    spaced = "\n" + to_csv(plain).replace("\n", "\n\n,,,\n0UNSHARD\n")
+    assert from_csv(spaced, plain.name) == plain
+    with pytest.raises(ArgumentError, match="line 4: an action is missing"):
+        from_csv("0F0,0F1,0B0,0B1\n\n\n1F0,1B0,1F1")
+
+
 def test_bubbles_blanks_and_communication_are_passed_over():
     text = "0UNSHARD,0F0,0SEND_F0, 0F1 ,,0RECV_B0,0B0,0B1,0REDUCE_GRAD\r\n,1RECV_F0,1F0,1B0,,1F1,1B1,\r\n\r\n"
     assert from_csv(text, "1f1b") == one_f_one_b(2, 2)

@@ -19,6 +19,7 @@ from torchckpt.planning import (
     dualpipe_v,
     exempt,
     first_blocks,
+    fixed,
     gpipe,
     none,
     one_f_one_b,
@@ -33,6 +34,17 @@ from torchckpt.planning.step.placement import without
 
 def orders(schedule):
     return [" ".join(map(str, order)) for order in schedule.ranks]
+
+
+def test_a_stage_without_blocks_may_have_an_r():
+    """All of its no blocks are early. The step is that without the R."""
+    plain, stages = one_f_one_b(2, 2), [Stage((Block(),) * 2), Stage((), after=fixed(1.0, 2.0))]
+    choices = {(stage, i): State.EARLY for stage in (0, 1) for i in (0, 1)}
+    schedule = with_recompute(plain, choices)
+    assert orders(schedule)[1] == "1F0 1R0 1B0 1F1 1R1 1B1"
+    expected = simulate(plain, stages, choices={(0, i): State.EARLY for i in (0, 1)})
+    for given in (simulate(schedule, stages, choices=choices), simulate(schedule, stages)):
+        assert (given.step_seconds, given.peak_bytes) == (expected.step_seconds, expected.peak_bytes)
 
 
 def test_none():

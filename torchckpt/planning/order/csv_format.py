@@ -55,7 +55,8 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     """
     if not isinstance(text, str):
         raise_fault(Fault("the schedule is not text", repr(text), "Path('schedule.csv').read_text()"))
-    parsed = [[(action, cell) for cell in row for action in _actions(cell.text)] for row in _cells(text)]
+    rows = [[(action, cell) for cell in row for action in _actions(cell.text)] for row in _cells(text)]
+    parsed = [row for row in rows if row]  # a blank line is no rank
     unknown = [cell for row in parsed for action, cell in row if action is None]
     rule = "this is no action: a stage, one of F B I W R, and a micro-batch"
     check([Fault(f"{cell.where}: {rule}", repr(cell.text), "'0F3'") for cell in unknown])
@@ -66,7 +67,7 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
 
     def where(action: Misplaced) -> str:
         if action.position is None:
-            return f"line {action.rank + 1}"
+            return f"line {orders[action.rank][0][1].line}"
         return orders[action.rank][action.position][1].where
 
     check_schedule(schedule, where)

@@ -40,7 +40,8 @@ class Step:
     """
 
     schedule: Schedule
-    """The order of each rank. It has an ``R`` for each visit that has early blocks, and no other."""
+    """The order of each rank. It has an ``R`` for each visit that has early blocks, and no other of a stage that has
+    blocks."""
     stages: tuple[Stage, ...]
     links: tuple[Link, ...]
     choices: Choices = field(default_factory=dict)
@@ -312,7 +313,8 @@ def _choice_faults(schedule: Schedule, stages: Sequence[Stage], choices: object)
 
 
 def _early_faults(step: Step) -> Iterator[Fault]:
-    placed = recomputed_early(step.schedule)
+    blocks = [stage.blocks for stage in step.stages]  # where there are none, all of them are early
+    placed = {visit for visit in recomputed_early(step.schedule) if blocks[visit[0]]}
     for visit in sorted(placed ^ {visit for visit in step.choices if step.choice(visit).early}):
         recompute = Action(visit[0], Kind.RECOMPUTE, visit[1])
         rule = "the schedule has an R without early blocks, or early blocks without an R"
