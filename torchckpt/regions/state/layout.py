@@ -218,10 +218,10 @@ class Layout:
     ) -> Iterator[tuple[dict[str, Any], str, Any]]:
         """The attributes to put back so that ``flags()`` is as ``then``, before a forward in which some ``stay``. A
         number that it has changed to another number stays: functions count; but not where a replay is ``lent`` tensors
-        of the module, which go with it, as a cache with its length. Who asks ``is_recomputing()`` sees to it.
+        of the module, or any if none asks, as a cache with its length. Who asks ``is_recomputing()`` sees to it.
         """
         tables, each = {*map(id, lent)}, zip(self.dicts, self.parameters, self._buffers)
-        with_numbers = {id(of[0]) for of in each if not tables.isdisjoint(map(id, of))}
+        with_numbers = {id(of[0]) for of in each if lent and not (self._asking and tables.isdisjoint(map(id, of)))}
         asking = {id(self.dicts[place]) for place in self._asking}
         for (attributes, name), value, stays, now_is in zip(self._flags, then, stay, now):
             goes = (stays or id(attributes) in with_numbers) and id(attributes) not in asking
