@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from torchckpt.distributed import record as module
-from torchckpt.distributed.record import _larger_stages, gather, larger_levels
+from torchckpt.distributed.record import combined, gather, larger_level, larger_stage
 from torchckpt.measuring.record import KEPT_STEPS, Record
 from torchckpt.planning import Action, Block, Choice, Kind, Stage, ahead, fixed, gpipe, with_recompute
 from torchckpt.planning.step.measured import Span
@@ -210,8 +210,8 @@ FORWARD, BACKWARD = Action(0, F, 0), Action(0, B, 0)
 
 
 def together(first, other):
-    found = _larger_stages({0: first}, {0: other})[0]
-    assert found == _larger_stages({0: other}, {0: first})[0]
+    found = larger_stage(first, other)
+    assert found == larger_stage(other, first)
     return found
 
 
@@ -221,13 +221,13 @@ def test_each_number_of_a_level_is_the_larger():
     others = tuple(piece._replace(highest=4.0, left=2.5) for piece in pieces)
     other = {FORWARD: Level(4.0, 3.0, 2.0, others), BACKWARD: Level(1.0, 0.0)}
     larger = Level(5.0, 3.0, 2.0, (Piece(1, False, 5.0, 2.5), Piece(0, True, 4.0, 3.0)))
-    assert larger_levels(first, other) == {FORWARD: larger, BACKWARD: Level(1.0, 0.0)}
-    assert larger_levels({}, first) == larger_levels(first, {}) == first
+    assert combined(first, other, larger_level) == {FORWARD: larger, BACKWARD: Level(1.0, 0.0)}
+    assert combined({}, first, larger_level) == combined(first, {}, larger_level) == first
 
 
 def test_pieces_that_differ_are_none():
     levels = [{FORWARD: Level(5.0, 2.0, 0.0, (Piece(0, is_replay, 5.0, 2.0),))} for is_replay in (False, True)]
-    assert larger_levels(*levels) == {FORWARD: Level(5.0, 2.0)}
+    assert combined(*levels, larger_level) == {FORWARD: Level(5.0, 2.0)}
 
 
 def test_a_block_takes_what_either_does_in_each_state():
@@ -237,7 +237,7 @@ def test_a_block_takes_what_either_does_in_each_state():
     found = together(Stage(blocks[:1], **ends), Stage(blocks[1:], fixed(saved_bytes=3.0)))
     larger = Block(0, 0, 0, 3.0, saved_bytes=17.0, boundary_bytes=8.0)
     assert found == Stage((larger,), fixed(saved_bytes=3.0), ends["after"])
-    assert _larger_stages({0: found}, {1: found}) == {0: found, 1: found}
+    assert combined({0: found}, {1: found}, larger_stage) == {0: found, 1: found}
 
 
 def test_so_it_does_away():
@@ -249,4 +249,4 @@ def test_so_it_does_away():
 
 def test_stages_of_other_blocks_have_no_plan_in_common():
     stages = [Stage((Block(),) * count) for count in (2, 3)]
-    assert _larger_stages({0: stages[0]}, {0: stages[1]}) == {0: stages[0]}
+    assert larger_stage(*stages) == stages[0]

@@ -11,7 +11,7 @@ from torch import nn
 from tests.helpers import in_threads
 from tests.settings import default_dtype
 from torchckpt import RecomputationError, checkpoint, checkpoint_module, is_checkpointing, is_recomputing
-from torchckpt.regions.state import module_state
+from torchckpt.regions.state import substitutes
 
 
 @pytest.fixture(autouse=True)
@@ -207,7 +207,7 @@ def test_a_replay_that_begins_while_another_has_changed_the_default_dtype_waits(
 
 
 def test_a_replay_does_not_wait_for_ever(monkeypatch):
-    monkeypatch.setattr(module_state, "_LOCK_TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr(substitutes, "_LOCK_TIMEOUT_SECONDS", 0.1)
     has_failed, second = threading.Event(), Replay(torch.float32)
     first = Replay(torch.float64, lambda: has_failed.wait(30))
 
@@ -245,7 +245,7 @@ def test_a_model_beside_keeps_the_weights_that_another_thread_updates_meanwhile(
 
 def test_a_forward_does_not_wait_for_ever(monkeypatch):
     """The outer region waits for threads that need its lock."""
-    monkeypatch.setattr(module_state, "_LOCK_TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr(substitutes, "_LOCK_TIMEOUT_SECONDS", 0.1)
     model, x = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), torch.rand(2, 4, requires_grad=True)
 
     def in_a_thread(x):

@@ -16,7 +16,7 @@ from typing import TypeAlias
 import torch.distributed as dist
 
 from torchckpt.distributed.meeting import all_gather, broadcast, check_the_same
-from torchckpt.distributed.record import Gathered, larger_levels
+from torchckpt.distributed.record import Gathered, combined, larger_level
 from torchckpt.errors import ArgumentError, CheckpointError, Fault, called, check, named, raise_fault, without_traceback
 from torchckpt.measuring.link import MeasuredLink
 from torchckpt.measuring.remembered import NEAR, digest
@@ -235,7 +235,7 @@ class Following:
 def _measured_step(order: Schedule, levels_of_processes: Sequence[_Levels]) -> MeasuredStep:
     levels: dict[Action, Level] = {}
     for levels_of_process in levels_of_processes:
-        levels = larger_levels(levels, levels_of_process)
+        levels = combined(levels, levels_of_process, larger_level)
     return MeasuredStep(order, {**arrival(order), **dict.fromkeys(recomputed_early(order), State.EARLY)}, levels)
 
 

@@ -16,14 +16,13 @@ from torch.distributed.pipelining.schedules import (
     ScheduleGPipe,
 )
 from torch.nn import Module
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchckpt.errors import CheckpointError
 from torchckpt.features import TESTED
 from torchckpt.tensors import runs_when_accumulated, tensors_in
 
 __all__ = [
-    "OVERLAP", "Live", "LiveStage", "TorchAction", "TorchDispatchMode", "TorchKind", "TorchRuntime", "drop_handed",
+    "OVERLAP", "Live", "LiveStage", "TorchAction", "TorchKind", "TorchRuntime", "drop_handed",
     "finds_shapes", "freed_in_a_step", "handing_over", "hooked_once", "in_backward", "micro_batches_of", "only_whole",
     "order_of", "raise_unless_supported", "sends_objects", "split_at", "stages_of",
 ]

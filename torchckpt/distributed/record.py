@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from torchckpt.distributed.meeting import all_gather
 from torchckpt.measuring.record import Record
-from torchckpt.planning import Action, Block, Schedule, Stage, Step, fixed
+from torchckpt.planning import Block, Schedule, Stage, Step, fixed
 from torchckpt.planning.order.schedule import Visit
 from torchckpt.planning.step.measured import Span, Spans, measured_step
 from torchckpt.planning.step.memory import Level, Piece
 
-__all__ = ["Gathered", "gather", "larger_levels"]
+__all__ = ["Gathered", "combined", "gather", "larger_level"]
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -62,7 +62,7 @@ def gather(
     for host, now, place, steps, stages_of_process in processes:
         ahead = 0.0 if host == processes[0][0] else now - processes[0][1]
         replicas[place].append([[_shifted(span, ahead) for span in step] for step in steps])
-        stages = _larger_stages(stages, stages_of_process)
+        stages = combined(stages, stages_of_process, larger_stage)
     spans: list[Spans] = [list(ranks) for replica in zip(*replicas) for ranks in zip(*replica)]
     in_order = [stages.get(stage, _UNKNOWN) for stage in range(schedule.stages)]
     return Gathered(measured_step(schedule, kept, segments, in_order, spans), spans)
@@ -76,24 +76,16 @@ def _shifted(span: Span, seconds: float) -> Span:
 # replicas of a pipeline, whose micro-batches may have other sizes: one plan is for the most bytes of any --------------
 
 
-def larger_levels(first: Mapping[Action, Level], other: Mapping[Action, Level]) -> dict[Action, Level]:
-    """The levels of two processes. Of an action that both ran, each number is the larger one."""
-    return _together(first, other, _larger_level)
-
-
-def _larger_stages(first: Mapping[int, Stage], other: Mapping[int, Stage]) -> dict[int, Stage]:
-    """The stages of two processes. One that both have takes as much as either, whatever becomes of its blocks."""
-    return _together(first, other, _larger_stage)
-
-
-def _together(
+def combined(
     first: Mapping[_Key, _Value], other: Mapping[_Key, _Value], larger: Callable[[_Value, _Value], _Value]
 ) -> dict[_Key, _Value]:
+    """What two processes have: of what both have, the ``larger``."""
     both = {key: larger(value, other[key]) for key, value in first.items() if key in other}
     return {**first, **other, **both}
 
 
-def _larger_level(first: Level, other: Level) -> Level:
+def larger_level(first: Level, other: Level) -> Level:
+    """The levels of an action that two processes ran: each number is the larger one."""
     places = [[(piece.block, piece.is_replay) for piece in level.pieces] for level in (first, other)]
     pairs = zip(first.pieces, other.pieces) if places[0] == places[1] else ()
     pieces = (Piece(*one[:2], *map(max, one[2:], two[2:])) for one, two in pairs)
@@ -101,7 +93,8 @@ def _larger_level(first: Level, other: Level) -> Level:
     return Level(highest, left, entered, tuple(pieces))
 
 
-def _larger_stage(first: Stage, other: Stage) -> Stage:
+def larger_stage(first: Stage, other: Stage) -> Stage:
+    """A stage that takes as much as either, whatever becomes of its blocks."""
     if len(first.blocks) != len(other.blocks):  # no plan is for both: a forward of the other will say so
         return first
     before, *blocks, after = map(_larger_block, first.parts, other.parts)

@@ -8,6 +8,7 @@ host.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from torchckpt.layers.took import Took
@@ -81,7 +82,7 @@ def best_away(
     alone = kept_within(took, frozenset())
     best: tuple[float, frozenset[int], tuple[Away, ...]] | None = None
     if alone is not None:
-        best = _seconds(took, alone, (), link), alone, ()
+        best = _times(took, alone, (), link)[2], alone, ()
     going = [place for place, call in enumerate(took.calls) if call.moved_bytes]
     for chosen in dict.fromkeys(_choices(took, going)):  # the first ones of all may be small
         if sum(took.calls[call].moved_bytes for call in chosen) > host_bytes:
@@ -93,7 +94,7 @@ def best_away(
             if kept is None:
                 break
             held = kept
-            option = _seconds(took, held, away, link), held - chosen, away
+            option = _times(took, held, away, link)[2], held - chosen, away
             best = option if best is None or option[0] < best[0] else best
     return None if best is None or not best[2] else best[1:]
 
@@ -110,7 +111,7 @@ def _choices(took: Took, going: Sequence[int]) -> Iterator[frozenset[int]]:
 
 def _placed(took: Took, held: Collection[int], going: Collection[int], link: MeasuredLink) -> tuple[Away, ...]:
     """Where calls leave as soon as they are copied, and come back as late as their copies can begin."""
-    forwards, backwards = _starts(took, held)
+    forwards, backwards, _ = _times(took, held, (), link)
     ends = _out_ends(took, going, link)
     away, late = [], float("inf")
     for call in sorted(going):
@@ -119,19 +120,6 @@ def _placed(took: Took, held: Collection[int], going: Collection[int], link: Mea
         issue = next((place for place in range(call, len(backwards)) if backwards[place] <= late), len(backwards) - 1)
         away.append(Away(call, next(gone, len(forwards)), issue))
     return tuple(away)
-
-
-def _starts(took: Took, held: Collection[int]) -> tuple[list[float], list[float]]:
-    """When the forward and the backward of each call begin, if nothing waits for a copy."""
-    now, forwards, backwards = 0.0, [], [0.0] * len(took.calls)
-    for call in took.calls:
-        forwards.append(now)
-        now += call.forward_seconds
-    for place in reversed(range(len(took.calls))):
-        call = took.calls[place]
-        backwards[place] = now
-        now += call.backward_seconds + (0.0 if place in held else call.replay_seconds)
-    return forwards, backwards
 
 
 def _out_ends(took: Took, going: Collection[int], link: MeasuredLink) -> dict[int, float]:
@@ -145,16 +133,19 @@ def _out_ends(took: Took, going: Collection[int], link: MeasuredLink) -> dict[in
     return ends
 
 
-def _seconds(took: Took, held: Collection[int], away: Sequence[Away], link: MeasuredLink) -> float:
-    """The seconds of the step, with what its backwards wait for copies. A forward waits for none: a call leaves when
-    its copy has ended. Those that are left when the last forward ends are waited for there."""
-    ends = _out_ends(took, [each.call for each in away], link)
-    now = max([sum(call.forward_seconds for call in took.calls), *ends.values()])
-    free, arrivals = 0.0, {}
+def _times(
+    took: Took, held: Collection[int], away: Sequence[Away], link: MeasuredLink
+) -> tuple[list[float], list[float], float]:
+    """When the forward and the backward of each call begin, and when the step ends, with what its backwards wait for
+    copies. A forward waits for none: a call leaves when its copy has ended. Those that are left when the last forward
+    ends are waited for there."""
+    *forwards, end = accumulate((call.forward_seconds for call in took.calls), initial=0.0)
+    now = max([end, *_out_ends(took, [each.call for each in away], link).values()])
+    free, arrivals, backwards = 0.0, {}, [0.0] * len(forwards)
     for place in reversed(range(len(took.calls))):
         call = took.calls[place]
         for each in sorted((each for each in away if each.issue == place), reverse=True):
             arrivals[each.call] = free = max(free, now) + took.calls[each.call].moved_bytes / link.back
-        now = max(now, arrivals.get(place, 0.0))
+        now = backwards[place] = max(now, arrivals.get(place, 0.0))
         now += call.backward_seconds + (0.0 if place in held or place in arrivals else call.replay_seconds)
-    return now
+    return forwards, backwards, now

@@ -7,7 +7,7 @@ from functools import cached_property
 from os import PathLike
 from pathlib import Path
 
-from torchckpt.errors import Fault, called, raise_fault
+from torchckpt.errors import Fault, raise_fault
 from torchckpt.planning.order.schedule import Action, Schedule
 
 __all__ = ["Copy", "Drawn", "Event", "Message", "Row", "TimelineFigures", "overhead"]
@@ -34,19 +34,15 @@ class Drawn:
 
     def _written(self, path: str | PathLike[str] | None, text: str) -> str:
         if path is not None:
-            with called("draw()"):
-                _check_suffix(Path(path))
-            Path(path).write_text(text, encoding="utf-8")
+            file = Path(path)
+            if file.suffix.lower() not in ("", ".svg"):
+                rule = "the picture is SVG, and the file's name does not end in .svg"
+                raise_fault(Fault(rule, str(file), f'draw("{file.with_suffix(".svg").name}")'), "draw()")
+            file.write_text(text, encoding="utf-8")
         return text
 
     def _repr_svg_(self) -> str:
         return self.draw()
-
-
-def _check_suffix(path: Path) -> None:
-    if path.suffix.lower() not in ("", ".svg"):
-        works = f'draw("{path.with_suffix(".svg").name}")'
-        raise_fault(Fault("the picture is SVG, and the file's name does not end in .svg", str(path), works))
 
 
 @dataclass(frozen=True, slots=True)

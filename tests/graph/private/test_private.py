@@ -9,7 +9,7 @@ from tests.graph.allocations import live_bytes
 from tests.graph.traced import joint_of
 from tests.helpers import leaf
 from torchckpt.errors import CaptureError
-from torchckpt.features import TESTED, Feature
+from torchckpt.features import INDUCTOR, TESTED, Feature
 from torchckpt.graph.private.runtime import (
     allocations,
     is_collective,
@@ -157,6 +157,17 @@ def test_backward_node_is_that_of_a_traced_call():
     assert backward_node(output, 4) is None
     assert backward_node(model(torch.ones(2, 3)), 3) is None
     assert backward_node(torch.ones(3), 0) is None
+
+
+def test_inductor_is_asked_for_where_it_compiles(monkeypatch):
+    from torchckpt import graph
+
+    gone = {INDUCTOR: ("torch._inductor:gone",)}
+    monkeypatch.setattr("torchckpt.graph.private.trace._missing", lambda feature: gone.get(feature, ()))
+    model = nn.Linear(3, 3)
+    assert torch.equal(graph.rematerialize(model)(torch.ones(2, 3)), model(torch.ones(2, 3)))
+    with pytest.raises(CaptureError, match=r"torch\._inductor:gone"):
+        graph.rematerialize(model, torch.ones(2, 3), engine="inductor")
 
 
 def test_compiling_is_said_inside_alone():

@@ -13,7 +13,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from torchckpt import checkpoint
 from torchckpt.errors import RecomputationError
-from torchckpt.regions.state import layout, module_state
+from torchckpt.regions.state import layout, substitutes
 
 
 def plain(function, *args, **kwargs):
@@ -327,7 +327,7 @@ def test_layouts_go_with_their_modules():
 
 
 def test_replay_that_waits_for_a_forward_that_waits_for_it_is_an_error(monkeypatch):
-    monkeypatch.setattr(module_state, "_LOCK_TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr(substitutes, "_LOCK_TIMEOUT_SECONDS", 0.1)
     inner, raised = spectral_norm(nn.Linear(4, 4)), []
 
     class Outer(Counting):

@@ -84,7 +84,7 @@ class Calls:
         self, function: str, model: nn.Module, run: nn.Module, planner: Callable[[], GraphPlanner], engine: str
     ) -> None:
         self.function, self.model, self._run, self._planner, self._engine = function, model, run, planner, engine
-        Backend(planner)  # checks the planner's arguments
+        planner()  # checks its arguments
         self._keywords = _keywords_of(model)
         self.known: dict[Any, Call | CompiledCall] = {}
         self.latest: Call | CompiledCall | None = None

@@ -207,16 +207,10 @@ class _Without(Emitter):
         return self._node(self.absent.same[node]) if is_same else super()._node(node)
 
     def _zeros(self, like: Tensor) -> fx.Node:
+        """Zeros with the strides of the gradient that they replace, which may be an expanded scalar."""
         size = like.untyped_storage().nbytes() // like.element_size()
-        arguments = size, like.shape, like.stride(), like.storage_offset(), like.dtype, like.device
-        return self.graph.call_function(_zeros, arguments)
-
-
-def _zeros(
-    size: int, shape: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Zeros with the strides of the gradient that they replace, which may be an expanded scalar."""
-    return torch.zeros(size, dtype=dtype, device=device).as_strided(shape, stride, offset)
+        whole = self.graph.call_function(torch.zeros, (size,), {"dtype": like.dtype, "device": like.device})
+        return self.graph.call_function(torch.as_strided, (whole, like.shape, like.stride(), like.storage_offset()))
 
 
 # its plan -------------------------------------------------------------------------------------------------------------

@@ -9,13 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias
 
 from torchckpt.planning.order.schedule import Action, Kind, Schedule, Visit
 
 __all__ = ["NOTHING", "Deciding", "Instruction", "Program", "Run", "compile_program", "run", "run_deciding"]
-
-_Decision = TypeVar("_Decision")
 
 NOTHING = -1
 """Stands for "no token" or "no wire" in an instruction."""
@@ -172,8 +170,8 @@ def run(program: Program, end_seconds: Sequence[Callable[[float], float] | None]
     return Run(starts, ends, sent, arrived, tuple(sorted(waiting.values())))
 
 
-class Deciding(Protocol[_Decision]):
-    """A rank that decides what to run next whenever it is free."""
+class Deciding(Protocol):
+    """A rank that decides what to run next whenever it is free. What a decision is, it alone knows."""
 
     place: int
     """The next instruction of its program; what else it runs, it inserts."""
@@ -182,19 +180,19 @@ class Deciding(Protocol[_Decision]):
     done: list[Any]
     """The actions that it ran, in this order."""
 
-    def next_in_order(self) -> _Decision:
+    def next_in_order(self) -> Any:
         """Decide when the input of the next instruction is there: for that, or for what has to be done before it."""
 
-    def while_idle(self, idle_seconds: float) -> _Decision | None:
+    def while_idle(self, idle_seconds: float) -> Any | None:
         """Decide when that input will not be there for at least ``idle_seconds``; None to wait for it."""
 
-    def run(self, decision: _Decision, now: float, awaited: int) -> float:
+    def run(self, decision: Any, now: float, awaited: int) -> float:
         """Run what was decided, which waited for the token ``awaited``. Returns when it ends."""
 
 
 def run_deciding(
     program: Program,
-    ranks: Sequence[Deciding[Any]],
+    ranks: Sequence[Deciding],
     expected: Sequence[float] = (),
     limit_seconds: float = _FOREVER,
 ) -> tuple[list[float], dict[int, tuple[int, int]]] | None:

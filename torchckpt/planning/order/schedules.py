@@ -6,11 +6,11 @@ of actions is the same.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 
 from torchckpt.errors import Fault, called, check
-from torchckpt.planning.order.schedule import Action, Schedule, Visit, enough, in_turn, phases, visits, whole
+from torchckpt.planning.order.schedule import Action, Schedule, enough, in_turn, phases, visits, whole
 
 __all__ = [
     "CHUNKS", "FOLDED", "NAMES", "SPLIT", "dualpipe_v", "eager_one_f_one_b", "full_name", "gpipe",
@@ -30,12 +30,7 @@ def gpipe(p: int, m: int, *, last_first: bool = False) -> Schedule:
             micro-batch first, as torch does.
     """
     check([*whole("p", p), *whole("m", m)])
-
-    def order(stage: int) -> Iterable[Action]:
-        forwards = visits([stage], m, m)
-        return in_turn(forwards, forwards[::-1] if last_first else forwards, ahead=m)
-
-    return _looped("gpipe", p, 1, m, order)
+    return _breadth_first("gpipe", p, 1, m, last_first)
 
 
 @called("one_f_one_b()")
@@ -50,7 +45,7 @@ def one_f_one_b(p: int, m: int) -> Schedule:
         ArgumentError: unless ``m >= p``.
     """
     check(enough("1F1B", m, "p", p))
-    return _looped("1f1b", p, 1, m, lambda j: in_turn(*_there_and_back([j], m, m), ahead=p - 1 - j))
+    return _depth_first("1f1b", p, 1, m)
 
 
 @called("eager_one_f_one_b()")
@@ -62,7 +57,7 @@ def eager_one_f_one_b(p: int, m: int) -> Schedule:
         ArgumentError: unless ``m >= p``.
     """
     check(enough("eager 1F1B", m, "p", p))
-    return _looped("eager_1f1b", p, 1, m, lambda j: in_turn(*_there_and_back([j], m, m), ahead=2 * (p - 1 - j)))
+    return _depth_first("eager_1f1b", p, 1, m, pace=2)
 
 
 @called("interleaved_one_f_one_b()")
@@ -75,13 +70,7 @@ def interleaved_one_f_one_b(ranks: int, chunks: int, m: int) -> Schedule:
         ArgumentError: unless all rounds have the same number of micro-batches.
     """
     check(_even_rounds(ranks, chunks, m))
-    together = m // max(1, m // ranks)
-
-    def order(rank: int) -> Iterable[Action]:
-        ahead = (chunks - 1) * together + 2 * (ranks - 1 - rank)
-        return in_turn(*_there_and_back(range(rank, ranks * chunks, ranks), m, together), ahead)
-
-    return _looped("interleaved_1f1b", ranks, chunks, m, order)
+    return _depth_first("interleaved_1f1b", ranks, chunks, m, pace=2)
 
 
 @called("looped_bfs()")
@@ -89,12 +78,7 @@ def looped_bfs(ranks: int, chunks: int, m: int) -> Schedule:
     """Looped BFS: GPipe with ``chunks`` stages on each rank, breadth first. The backward of the last micro-batch runs
     first (Lamy-Poirier 2023, arXiv:2211.05953)."""
     check([*whole("ranks", ranks), *whole("chunks", chunks), *whole("m", m)])
-
-    def order(rank: int) -> Iterable[Action]:
-        forwards = visits(range(rank, ranks * chunks, ranks), m, m)
-        return in_turn(forwards, forwards[::-1], ahead=len(forwards))
-
-    return _looped("looped_bfs", ranks, chunks, m, order)
+    return _breadth_first("looped_bfs", ranks, chunks, m, last_first=True)
 
 
 @called("zero_bubble()")
@@ -108,13 +92,7 @@ def zero_bubble(ranks: int, m: int, *, chunks: int = 1) -> Schedule:
         ArgumentError: unless all rounds have the same number of micro-batches.
     """
     check(_even_rounds(ranks, chunks, m))
-    together = m // max(1, m // ranks)
-
-    def order(rank: int) -> Iterable[Action]:
-        forwards, backwards = _there_and_back(range(rank, ranks * chunks, ranks), m, together)
-        return in_turn(forwards, backwards, (chunks - 1) * together + ranks - 1 - rank, weights_behind=rank)
-
-    return _looped("zero_bubble", ranks, chunks, m, order)
+    return _depth_first("zero_bubble", ranks, chunks, m, is_split=True)
 
 
 @called("zbv()")
@@ -124,9 +102,9 @@ def zbv(ranks: int, m: int) -> Schedule:
     check([*whole("ranks", ranks), *whole("m", m)])
     full = max(m, 2 * ranks - 1)
 
-    def order(rank: int) -> Iterable[Action]:
+    def plan(rank: int) -> list[tuple[int, str]]:
         up = ranks - rank
-        plan = [
+        return [
             (2 * up - 1, "Fa"),
             (rank, "Fb Fa"),
             (up, "Fb Ib Wb"),
@@ -136,9 +114,8 @@ def zbv(ranks: int, m: int) -> Schedule:
             (full, "Wb"),
             (full, "Wa"),
         ]
-        return phases(plan, {"a": rank, "b": 2 * ranks - 1 - rank}, m)
 
-    return _folded("zbv", ranks, m, order)
+    return _folded("zbv", ranks, m, plan)
 
 
 @called("dualpipe_v()")
@@ -151,10 +128,10 @@ def dualpipe_v(ranks: int, m: int) -> Schedule:
     """
     check(enough("DualPipeV", m, "ranks", ranks, factor=2))
 
-    def order(rank: int) -> Iterable[Action]:
+    def plan(rank: int) -> list[tuple[int, str]]:
         up = ranks - 1 - rank
         turns = ["ba"[turn % 2] for turn in range(2 * (rank + 1))]
-        plan = [
+        return [
             (2 * up, "Fa"),
             (rank + 1, "Fa Fb"),
             (up, "Ib W Fb"),
@@ -165,13 +142,33 @@ def dualpipe_v(ranks: int, m: int) -> Schedule:
             (up, "W Ia"),
             (rank + 1, "W"),
         ]
-        return phases(plan, {"a": rank, "b": 2 * ranks - 1 - rank}, m)
 
-    return _folded("dualpipe_v", ranks, m, order)
+    return _folded("dualpipe_v", ranks, m, plan)
 
 
-def _there_and_back(stages: Sequence[int], m: int, together: int) -> tuple[list[Visit], list[Visit]]:
-    return visits(stages, m, together), visits(stages[::-1], m, together)
+def _breadth_first(name: str, ranks: int, chunks: int, m: int, last_first: bool) -> Schedule:
+    """All forwards, then all backwards, of the first or of the last one first."""
+
+    def order(rank: int) -> Iterable[Action]:
+        forwards = visits(range(rank, ranks * chunks, ranks), m, m)
+        return in_turn(forwards, forwards[::-1] if last_first else forwards, ahead=len(forwards))
+
+    return _looped(name, ranks, chunks, m, order)
+
+
+def _depth_first(name: str, ranks: int, chunks: int, m: int, pace: int = 1, is_split: bool = False) -> Schedule:
+    """Rounds of micro-batches, each through all stages of a rank, forwards and backwards in turn. A rank runs ``pace``
+    forwards ahead for each rank behind it, and a round for each of its stages but one. If backwards are split, rank j
+    runs weight gradients j backwards later."""
+    together = m // max(1, m // ranks)
+
+    def order(rank: int) -> Iterable[Action]:
+        stages = range(rank, ranks * chunks, ranks)
+        forwards, backwards = visits(stages, m, together), visits(stages[::-1], m, together)
+        ahead = (chunks - 1) * together + pace * (ranks - 1 - rank)
+        return in_turn(forwards, backwards, ahead, weights_behind=rank if is_split else None)
+
+    return _looped(name, ranks, chunks, m, order)
 
 
 def _looped(name: str, ranks: int, chunks: int, m: int, order: Callable[[int], Iterable[Action]]) -> Schedule:
@@ -180,10 +177,10 @@ def _looped(name: str, ranks: int, chunks: int, m: int, order: Callable[[int], I
     return Schedule(name, tuple(tuple(order(rank)) for rank in range(ranks)), placement, m)
 
 
-def _folded(name: str, ranks: int, m: int, order: Callable[[int], Iterable[Action]]) -> Schedule:
-    """A schedule in a V: the stages go from the first rank to the last, and back to the first."""
-    placement = (*range(ranks), *range(ranks)[::-1])
-    return Schedule(name, tuple(tuple(order(rank)) for rank in range(ranks)), placement, m)
+def _folded(name: str, ranks: int, m: int, plan: Callable[[int], list[tuple[int, str]]]) -> Schedule:
+    """A schedule in a V: the stages go from the first rank to the last (chunk a), and back to the first (chunk b)."""
+    orders = (phases(plan(rank), {"a": rank, "b": 2 * ranks - 1 - rank}, m) for rank in range(ranks))
+    return Schedule(name, tuple(map(tuple, orders)), (*range(ranks), *range(ranks)[::-1]), m)
 
 
 def _even_rounds(ranks: int, chunks: int, m: int) -> list[Fault]:

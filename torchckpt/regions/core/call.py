@@ -39,8 +39,9 @@ from torchckpt.regions.state.ambient import (
 )
 from torchckpt.regions.state.boundary import Boundary
 from torchckpt.regions.state.host_random import HostGenerator, is_of_process
-from torchckpt.regions.state.module_state import ModuleState, changed_in_place, exclusive, record_state, substituted
+from torchckpt.regions.state.module_state import ModuleState, record_state
 from torchckpt.regions.state.reached import reached_by, reaches_nothing, runs_compiled_code, settle
+from torchckpt.regions.state.substitutes import changed_in_place, exclusive, substituted
 from torchckpt.tensors import version_of
 from torchckpt.typing import ContextFunction, Function
 

@@ -3,38 +3,30 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dis import get_instructions
 from functools import partial
-from itertools import chain, count, starmap, takewhile
-from operator import attrgetter, is_
-from types import CodeType, MethodType
-from typing import Any, TypeAlias
+from itertools import chain, count, takewhile
+from operator import attrgetter
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from torchckpt.modules import OF_EVERY_MODULE, is_compiled, is_module, is_of_torch, module_of, names_in, uncompiled
+from torchckpt.modules import OF_EVERY_MODULE, is_compiled, is_module, is_of_torch, module_of, uncompiled
 from torchckpt.regions.private import norm_layer, set_version
 from torchckpt.regions.state.ambient import Generator
 from torchckpt.regions.state.host_random import as_generator, generators_in
 from torchckpt.regions.state.norms import COUNTER, STATISTICS, updates
-from torchckpt.regions.state.walk import Walk, reach_of
-from torchckpt.tensors import ATOMS, PLAIN, noted, of_class, version_of
+from torchckpt.regions.state.settings import Key, Settings
+from torchckpt.regions.state.walk import reach_of
+from torchckpt.tensors import of_class, version_of
 from torchckpt.typing import Function
 
 __all__ = [
-    "Copy", "Key", "Known", "Layout", "Modules", "NamesModules", "known_of", "layout_of", "lengths_of", "values_of",
+    "Copy", "Known", "Layout", "Modules", "NamesModules", "known_of", "layout_of", "lengths_of", "values_of",
 ]
-
-_OF_EVERY_MODULE = OF_EVERY_MODULE | {"training"}
-_SETTERS = frozenset({"setattr", "vars", "__dict__", "__setattr__"})
-_SYNC = "require_forward_param_sync"
-"""Whether the next forward of a DistributedDataParallel sends buffers. A replay sends what its forward has sent."""
-
-Key: TypeAlias = tuple[int, str]
-"""A buffer: the index of its module in the layout, and its name in that module."""
-
 
 class Copy:
     """A copy of a buffer at one version. ``values`` is None if the copy was too large to make, or to keep.
@@ -104,7 +96,6 @@ class Layout:
         self.dicts = [vars(module) for module in modules]
         self.lengths = lengths_of(self.dicts)
         """An attribute that is added later changes these, and makes a new layout necessary."""
-        self._names = [frozenset(attributes) for attributes in self.dicts]
         self.parameters: list[dict[str, Any]] = [{} if at in self._flattened else m._parameters for at, m in each]
         self.copies: dict[Key, Copy] = {}
         self.changing: set[Key] = set()
@@ -127,7 +118,8 @@ class Layout:
         reach = {cls: reach_of(cls) for cls in {*map(type, modules)}}
         # Code of others names their statistics, as where a convolution and a BatchNorm are trained as one.
         readers = {cls for cls in reach if not (issubclass(cls, norm_layer) or reach[cls].names.isdisjoint(STATISTICS))}
-        readers |= {cls for cls in reach if issubclass(cls, nn.parallel.DistributedDataParallel)}  # which sends buffers
+        replicas = {cls for cls in reach if issubclass(cls, DistributedDataParallel)}  # which send buffers
+        readers |= replicas
         read = {id(inner) for module in modules if norms and type(module) in readers for inner in module.modules()}
         self.norms = {place: weakref.ref(norm) for place, norm in norms if id(norm) not in read}
         others = [buffers for place, buffers in enumerate(self._buffers) if place not in self.norms]
@@ -136,17 +128,12 @@ class Layout:
         self.without_buffers = len(values_of(self.tables[: -len(others)] if others else self.tables))
         named = ((at, _names_of(torch.is_tensor, module)) for at, module in each if at not in self._flattened)
         self._attributes = [(place, name) for place, names in named for name in names]
-        self._numbers = [(place, name) for place, module in each for name in _settings_of(module)]
-        self._replicas = [vars(module) for module in modules if isinstance(module, nn.parallel.DistributedDataParallel)]
-        self._flags = [(of, "training") for of in self.dicts] + [(self.dict_of(key), key[1]) for key in self._numbers]
-        self._flags += [(of, _SYNC) for of in self._replicas]
-        kinds = map(type, starmap(_GET, self._flags))
-        self._tables = [place for place, kind in enumerate(kinds) if kind in (list, dict)]  # may change in place
-        self.is_simple = not (self.norms or self._attributes or self._replicas)
+        self.is_simple = not (self.norms or self._attributes or replicas)
         """Whether ``tables`` has all: there are no norm layers, no tensors that are plain attributes, and no DDP."""
         self.is_lazy = any(is_lazy(value) for value in values_of([*self.parameters, *self._buffers]))
         """Whether a parameter or buffer has no shape yet: the first call gives it one."""
         self._asking = {place for place, m in enumerate(modules) if "is_recomputing" in reach[type(m)].names}
+        self.settings = Settings(modules, self._asking)
         self._sources = [source for of_class in reach.values() for source in of_class.sources]
         self._generators = [(vars(module), name) for module in modules for name in _names_of(as_generator, module)]
 
@@ -166,18 +153,9 @@ class Layout:
                 yield key, value
 
     def added_attributes(self, own: Set[Key] = frozenset()) -> Iterator[Key]:
-        """The attributes added since this layout was made: tensors, and numbers and words where the module's code asks
-        no ``is_recomputing()``. The forward's ``own`` numbers stay, with what tells of them, if it adds no tensors."""
+        """The attributes added since this layout was made that a replay must not find (``Settings.added``)."""
         if self.lengths != lengths_of(self.dicts):
-            for place, (attributes, names) in enumerate(zip(self.dicts, self._names), start=len(self.dicts)):
-                tensors = [(place, name) for name, value in attributes.items() if isinstance(value, Tensor)]
-                added = [key for key in tensors if key not in self._attributes and place not in self._flattened]
-                yield from added
-                new = [] if self.asks((place, "")) else [name for name in attributes if name not in names]
-                stay = own if own.isdisjoint(added) else ()
-                keys = [(place, name) for name in new if not isinstance(noted(attributes[name]), type)]
-                codes = _asking_hooks(attributes) if keys else []
-                yield from (key for key in keys if not (key in stay or _is_set_in(codes, key[1])))
+            yield from self.settings.added(self._attributes, own, self._flattened)
 
     def asks(self, key: Key) -> bool:
         """Whether code of the module that has the buffer of ``key`` asks ``is_recomputing()``."""
@@ -194,45 +172,12 @@ class Layout:
         return generators_in([*held, *(source() for source in self._sources)])
 
     def flags(self) -> list[Any]:
-        """The ``training`` flag of each module, what were settings as numbers and words when this layout was made,
-        and at the end whether each parameter requires grad. Types stand for tensors and for what may hold some: calls
-        that hold what the last one has left on a module would hold the graphs of all before."""
-        flags: list[Any] = list(starmap(_GET, self._flags))
-        if not ATOMS.issuperset(map(type, flags)):
-            for place in [place for place, kind in enumerate(map(type, flags)) if kind not in ATOMS]:
-                value, flags[place] = flags[place], noted(flags[place])
-                if isinstance(value, Tensor):
-                    self.is_simple, key = False, self._numbers[place - len(self.dicts)]
-                    self._attributes += [] if key in self._attributes else [key]
+        """What the settings are now, and at the end whether each parameter requires grad."""
+        flags, tensors = self.settings.now()
+        if tensors:
+            self.is_simple = False
+            self._attributes += [key for key in tensors if key not in self._attributes]
         return flags + [p is not None and p.requires_grad for table in self.parameters for p in table.values()]
-
-    def stay(self, then: list[Any]) -> list[bool]:
-        """Which of the flags ``then`` are still the same, before those of the parameters."""
-        stay = list(map(is_, starmap(_GET, self._flags), then))
-        for place in self._tables:
-            stay[place] = noted(_GET(*self._flags[place])) == then[place]
-        return stay
-
-    def other_flags(
-        self, then: list[Any], stay: list[bool], now: list[Any], lent: Sequence[Mapping[str, Any]]
-    ) -> Iterator[tuple[dict[str, Any], str, Any]]:
-        """The attributes to put back so that ``flags()`` is as ``then``, before a forward in which some ``stay``. A
-        number that it has changed to another number stays: functions count; but not where a replay is ``lent`` tensors
-        of the module, or any if none asks, as a cache with its length. Who asks ``is_recomputing()`` sees to it.
-        """
-        tables, each = {*map(id, lent)}, zip(self.dicts, self.parameters, self._buffers)
-        with_numbers = {id(of[0]) for of in each if lent and not (self._asking and tables.isdisjoint(map(id, of)))}
-        asking = {id(self.dicts[place]) for place in self._asking}
-        for (attributes, name), value, stays, now_is in zip(self._flags, then, stay, now):
-            goes = (stays or id(attributes) in with_numbers) and id(attributes) not in asking
-            goes = goes or name == "training" or (isinstance(now_is, type) and issubclass(now_is, Tensor))
-            is_table = type(value) in (list, dict)  # a copy, and not to be changed by a replay
-            differs = now_is is not value and not (isinstance(value, type) or (is_table and now_is == value))
-            goes = differs and goes and (name == "training" or not _is_set_in(_asking_hooks(attributes), name))
-            if goes or name == _SYNC:  # a replay sets that one, too
-                yield attributes, name, value.copy() if is_table else value
-        for attributes in self._replicas:
-            yield attributes, "require_backward_grad_sync", False  # a forward with it prepares a reduction
 
     def parameters_of(self, values: list[Any]) -> dict[Key, nn.Parameter | None] | None:
         """The parameters among ``values`` of the tables; None if they are not as many as there are now."""
@@ -354,18 +299,10 @@ def values_of(tables: Iterable[dict[str, Any]]) -> list[Any]:
 
 
 _VALUES: Callable[[dict[str, Any]], Iterable[Any]] = dict.values
-_GET: Callable[[dict[str, Any], str], Any] = dict.get
 
 
 def lengths_of(tables: Iterable[dict[str, Any]]) -> list[int]:
     return list(map(len, tables))
-
-
-def _settings_of(module: nn.Module) -> list[str]:
-    if is_of_torch(module):
-        return []
-    values = ((name, value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE)
-    return [name for name, value in values if isinstance(value, (*PLAIN, list, tuple, dict))]
 
 
 def _names_of(is_one: Callable[[object], object], module: nn.Module) -> list[str]:
@@ -376,19 +313,6 @@ def _names_of(is_one: Callable[[object], object], module: nn.Module) -> list[str
         for name, value in vars(module).items()
         if (value is None and may_come and name not in OF_EVERY_MODULE) or is_one(value)
     ]
-
-
-def _asking_hooks(attributes: Mapping[str, Any]) -> list[CodeType]:
-    """The code of the hooks of the module with these ``attributes``; none if it does not ask ``is_recomputing()``."""
-    walk = Walk(*attributes["_forward_hooks"].values(), *attributes["_forward_pre_hooks"].values())
-    codes = [function.__code__ for function in walk.functions]
-    return codes if any("is_recomputing" in names_in(code) for code in codes) else []
-
-
-def _is_set_in(codes: Iterable[CodeType], name: str) -> bool:
-    is_in_word = any(name in code.co_consts and not _SETTERS.isdisjoint(code.co_names) for code in codes)
-    steps = chain.from_iterable(get_instructions(code) for code in codes if name in code.co_names)
-    return is_in_word or any(step.opname == "STORE_ATTR" and step.argval == name for step in steps)
 
 
 def _is_flattened(module: nn.Module) -> bool:

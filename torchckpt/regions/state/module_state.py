@@ -15,29 +15,26 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterator, Sequence, Set
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence, Set
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchckpt.errors import RecomputationError
 from torchckpt.modules import imported, name_of
 from torchckpt.regions.flags import state_lock
 from torchckpt.regions.private import alive, set_version, storage_key
-from torchckpt.regions.state.layout import Copy, Key, Layout, layout_of, lengths_of, values_of
+from torchckpt.regions.state.layout import Copy, Layout, layout_of, lengths_of, values_of
 from torchckpt.regions.state.reached import runs_compiled_code
-from torchckpt.tensors import graded_as, may_equal, parameter_as, version_of
+from torchckpt.regions.state.settings import Key
+from torchckpt.regions.state.substitutes import NOTHING, Late, Substitutes, changed_in_place, changed_late, lock_state
+from torchckpt.tensors import may_equal, parameter_as, version_of
 from torchckpt.typing import Function
 
-__all__ = ["ModuleState", "Substitutes", "changed_in_place", "exclusive", "record_state", "substituted"]
-
-_LOCK_TIMEOUT_SECONDS = 300
+__all__ = ["ModuleState", "record_state"]
 
 _SMALL_BYTES = 2**12
 """Up to this size the copy of a buffer is kept although no forward has changed it."""
@@ -45,40 +42,9 @@ _MOST_BYTES = 2**28
 """The most bytes of buffers that one call copies of modules that are not the function's own, such as weights of a
 quantized model. Others are copied once a forward has changed them."""
 
-
-class Substitutes(NamedTuple):
-    """What a replay finds on modules in place of what is there now."""
-
-    values: list[tuple[dict[str, Any], str, Any]]
-    """Tuples (dictionary, name, value): the value that the replay finds there. ``_NOTHING`` removes the name."""
-    changed: dict[int, Tensor]
-    """By ``id()``: the tensors that the replay must not read, because they were changed in place."""
-    late: dict[int, Late]
-    """By ``id()``: the substitutes for parameters that a forward has changed for the first time. Nobody has a copy."""
-    graded: list[tuple[Tensor, bool]]
-    """Parameters that required grad in the forward and do not now, or the other way, and whether they did."""
-    layout: Layout
-    """It finds the path of a tensor for an error, which takes long."""
-
-
-class Late:
-    """A parameter as the forward left it. A replay may use it if it first writes the values that it has now."""
-
-    def __init__(self, parameter: Tensor, path: str) -> None:
-        self.parameter, self.path, self.is_changed = parameter, path, False
-
-    def allows(self, substitute: Tensor, version: int) -> bool:
-        """Whether a replay may call what it called on ``substitute``, which was at ``version``."""
-        if substitute._version == version:
-            return self.is_changed
-        self.is_changed = True
-        return torch.equal(substitute, self.parameter)
-
-
 _twins: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """The substitutes for buffers."""
 
-_NOTHING: Any = object()
 _EMPTY: dict[Any, Any] = {}
 
 
@@ -145,7 +111,7 @@ class ModuleState:
 
     def note_changes(self, has_ended: bool = True) -> None:
         """Note what the forward has changed so far; at its end, drop large copies of other buffers."""
-        layout, self._stay = self.layout, self.layout.stay(self._flags)
+        layout, self._stay = self.layout, self.layout.settings.stay(self._flags)
         self._own = {*layout.added_attributes()}
         versions = _versions(self._values, len(layout.children))
         if versions != self._versions and not self._is_reached:
@@ -182,7 +148,7 @@ class ModuleState:
         """Whether the buffer on the module is the one that the forward found, with the same values."""
         tensor, copy = self._buffers[key]
         original = alive(self._non_leaves[key]) if key in self._non_leaves else tensor
-        if self.layout.dict_of(key).get(key[1], _NOTHING) is not original:
+        if self.layout.dict_of(key).get(key[1], NOTHING) is not original:
             return False
         if tensor is None or copy is None:
             return True
@@ -203,9 +169,9 @@ class ModuleState:
         if not same:
             self._substitute_parameters(substitutes, function)
         self._substitute_buffers(substitutes)
-        substitutes.values.extend((layout.dict_of(key), key[1], _NOTHING) for key in layout.added_attributes(self._own))
-        lent = [of for of, name, twin in substitutes.values if twin is not _NOTHING or isinstance(of.get(name), Tensor)]
-        substitutes.values.extend(layout.other_flags(self._flags, self._stay, flags, lent))
+        substitutes.values.extend((layout.dict_of(key), key[1], NOTHING) for key in layout.added_attributes(self._own))
+        lent = [of for of, name, twin in substitutes.values if twin is not NOTHING or isinstance(of.get(name), Tensor)]
+        substitutes.values.extend(layout.settings.others(self._flags, self._stay, flags, lent))
         if (substitutes.changed or substitutes.late) and (
             layout.is_compiled or (self._is_reached and runs_compiled_code(function))
         ):  # whose reads cannot be watched: it would be compiled again
@@ -214,7 +180,7 @@ class ModuleState:
             for tensor in substitutes.changed.values():
                 raise changed_in_place(function, tensor, layout.path_of(tensor))
             for late in substitutes.late.values():
-                raise _changed_late(function, late)
+                raise changed_late(function, late)
         return substitutes if any(substitutes[:-1]) else None
 
     def _substitute_parameters(self, substitutes: Substitutes, function: Function) -> None:
@@ -270,7 +236,7 @@ class ModuleState:
         layout = self.layout
         known = self._buffers.keys() | self._left_out
         added = [key for key, _ in layout.buffers() if key not in known and key[0] not in layout.norms]
-        substitutes.values.extend((layout.dict_of(key), key[1], _NOTHING) for key in added)
+        substitutes.values.extend((layout.dict_of(key), key[1], NOTHING) for key in added)
 
 
 def record_state(function: Function, args: Sequence[Any], is_reached: bool) -> tuple[ModuleState | None, bool]:
@@ -284,82 +250,12 @@ def record_state(function: Function, args: Sequence[Any], is_reached: bool) -> t
     layout, values = layout_with_values
     if not layout.changing:
         return ModuleState(layout, values, False, is_reached), False
-    _lock(function, "forward")
+    lock_state(function, "forward")
     try:
         return ModuleState(layout, values_of(layout.tables), True, is_reached), True
     except BaseException:
         state_lock.release()
         raise
-
-
-def _lock(function: Function, run: str) -> None:
-    """Take ``state_lock`` for one ``run`` of ``function``, the forward or a replay."""
-    if not state_lock.acquire(timeout=_LOCK_TIMEOUT_SECONDS):
-        raise RecomputationError(
-            f"the {run} of region {name_of(function)} needs buffers, a generator, or a default dtype or stance of "
-            f"torch.compiler that another thread uses otherwise, and has not left for {_LOCK_TIMEOUT_SECONDS} seconds; "
-            f"it may be waiting for this {'backward' if run == 'replay' else run}\n"
-            "  works:    no backward, and no wait for a thread that runs regions, inside a region with spectral_norm"
-        )
-
-
-@contextmanager
-def exclusive(function: Function) -> Iterator[None]:
-    """Hold ``state_lock`` for the replay of ``function``."""
-    _lock(function, "replay")
-    try:
-        yield
-    finally:
-        state_lock.release()
-
-
-@contextmanager
-def substituted(substitutes: Substitutes, function: Function) -> Iterator[None]:
-    """Inside the block, modules hold the substitutes, and reading a tensor that was changed in place raises."""
-    before: list[tuple[dict[str, Any], str, Any]] = []
-    with exclusive(function), graded_as(substitutes.graded):
-        try:
-            before += [(dictionary, name, dictionary.get(name, _NOTHING)) for dictionary, name, _ in substitutes.values]
-            _put(substitutes.values)
-            with _ForbidReads(substitutes, function) if substitutes.changed or substitutes.late else nullcontext():
-                yield
-        finally:
-            _put(before)
-
-
-def _put(values: Sequence[tuple[dict[str, Any], str, Any]]) -> None:
-    for dictionary, name, value in values:
-        if value is _NOTHING:
-            dictionary.pop(name, None)
-        else:
-            dictionary[name] = value
-
-
-_GRADIENT: Any = getattr(Tensor, "grad").__get__  # noqa: B009  # a descriptor, unknown to torch's stubs
-
-
-class _ForbidReads(TorchFunctionMode):
-    """Raises when a function of torch gets a tensor that was changed in place since the forward."""
-
-    def __init__(self, substitutes: Substitutes, function: Function) -> None:
-        super().__init__()
-        self._found, self._function = substitutes, function
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        changed = [leaf for leaf in leaves if id(leaf) in self._found.changed]
-        late = [(leaf, leaf._version) for leaf in leaves if id(leaf) in self._found.late]
-        is_look = bool(changed or late) and getattr(func, "__name__", "") == "__get__"
-        result = func(*args, **(kwargs or {})) if is_look or not changed else None
-        # Reading a shape or a gradient does not read the values; reading a view does.
-        if is_look and (func == _GRADIENT or not isinstance(result, Tensor)):
-            return result
-        if changed:
-            raise changed_in_place(self._function, changed[0], self._found.layout.path_of(changed[0]))
-        for leaf, version in late:
-            if not self._found.late[id(leaf)].allows(leaf, version):
-                raise _changed_late(self._function, self._found.late[id(leaf)])
-        return result
 
 
 def _versions(values: Sequence[Any], first: int) -> list[int]:
@@ -372,24 +268,6 @@ def _versions(values: Sequence[Any], first: int) -> list[int]:
 
 def _is_sharded(tensor: Tensor | None) -> bool:
     return isinstance(tensor, imported("torch.distributed.tensor", "DTensor"))
-
-
-def changed_in_place(function: Function, tensor: Tensor, path: str) -> RecomputationError:
-    """The error for a replay that reads ``tensor``, which is no longer what it was in the forward."""
-    return RecomputationError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: the replay of "
-        f"region {name_of(function)} reads {path}, [{tensor.type()} {list(tensor.shape)}], which was changed in place "
-        "after the forward\n"
-        "  works:    optimizer.step(), or another change of weights and buffers, after the backward"
-    )
-
-
-def _changed_late(function: Function, late: Late) -> RecomputationError:
-    return RecomputationError(
-        f"the forward of region {name_of(function)} changed {late.path} in place, for the first time, after it had "
-        "read it, or so that it changes again in a replay, which cannot find its old values\n"
-        "  works:    the change before the region; or the step once more, since later forwards keep the old values"
-    )
 
 
 def _other_modules(function: Function, what: str) -> RecomputationError:

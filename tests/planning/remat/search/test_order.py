@@ -45,8 +45,8 @@ def test_every_move_is_an_order_that_runs(name: str) -> None:
 def test_repeats_stay_before_the_first_runs_that_they_were_for(name: str) -> None:
     flow = FLOWS[name]
     draft = draft_of(flow, late(flow, frozenset()))
-    same = transplanted(draft, list(flow.eager), Tables(flow))
+    same = transplanted(draft, Tables(flow))
     assert same.schedule() == draft.schedule()
     order = hoisted(flow)
-    other = transplanted(draft, order, Tables(flow, order=order))
+    other = transplanted(draft, Tables(flow, order=order))
     assert simulate(flow, other.schedule()).peak_bytes == other.peak_bytes

@@ -129,9 +129,8 @@ class Search:
         """Try the same choice for all ranks and all visits."""
         for early, wait, order, choice in self._uniform():
             reserves = tuple(lane.reserve(early, wait, order, choice) for lane in self.lanes)
-            chosen = [lane.keep(reserve) for lane, reserve in zip(self.lanes, reserves)]
-            kept = tuple(of_rank for of_rank in chosen if of_rank is not None)
-            for strategy in _QUICK if len(kept) == len(chosen) else ():
+            kept = tuple(map(Lane.keep, self.lanes, reserves))
+            for strategy in _QUICK:
                 if self.is_done:
                     return
                 self._offer(self._simulated(Candidate(reserves, kept, strategy), self.best.limit_seconds))
@@ -184,7 +183,7 @@ class Search:
                     return
                 reserve = lane.reserve(early, 0, DROP_ORDERS[0], choice)
                 chosen = lane.keep(reserve)
-                if chosen is None or chosen == current.chosen[rank]:
+                if chosen == current.chosen[rank]:
                     continue
                 candidate = self._simulated(current.with_rank(rank, reserve, chosen), current.limit_seconds)
                 self._offer(candidate)
@@ -194,9 +193,7 @@ class Search:
     def _half_reserved(self, choice: str, strategy: Strategy) -> Candidate:
         """Another start for the search: each rank reserves memory for half of the blocks of each visit."""
         reserves = tuple(lane.reserve(self.most_blocks // 2, 0, DROP_ORDERS[0], choice) for lane in self.lanes)
-        chosen = [lane.keep(reserve) for lane, reserve in zip(self.lanes, reserves)]
-        kept = tuple(of_rank for of_rank in chosen if of_rank is not None)
-        return self._simulated(Candidate(reserves, kept, strategy))
+        return self._simulated(Candidate(reserves, tuple(map(Lane.keep, self.lanes, reserves)), strategy))
 
     def _improve(self, current: Candidate, until: int) -> None:
         """Change ``current`` until ``until`` of the work is left. A change that is as good or better stays."""
@@ -215,7 +212,7 @@ class Search:
                     current, path = candidate, candidate.step.critical()
 
     def _changed(self, current: Candidate, path: Sequence[tuple[int, int]]) -> Candidate | None:
-        """``current`` with one change, not simulated yet; None if no holdings fit the budget."""
+        """``current`` with one change, not simulated yet; None if the rank that was to change has no visits."""
         random = self.random
         if random.random() < 0.08:
             return replace(current, strategy=random.choice(_QUICK + _PATIENT))
@@ -224,8 +221,7 @@ class Search:
         if not lane.visits:
             return None
         reserve = self._changed_reserve(lane, current.reserves[rank], visit)
-        chosen = lane.keep(reserve)
-        return None if chosen is None else current.with_rank(rank, reserve, chosen)
+        return current.with_rank(rank, reserve, lane.keep(reserve))
 
     def _rank_and_visit(self, path: Sequence[tuple[int, int]]) -> tuple[int, int]:
         """A rank and a visit, most often on the critical path."""
@@ -278,10 +274,7 @@ class Search:
         order, choice = ("first", "last") if self.is_equal else ("cheap", "cheap")
         for rank, lane in enumerate(self.lanes):
             reserve = lane.reserve(0, 0, order, choice)
-            chosen = lane.keep(reserve)
-            if chosen is None:
-                continue
-            other = best.with_rank(rank, reserve, chosen)
+            other = best.with_rank(rank, reserve, lane.keep(reserve))
             if other.recompute_seconds < best.recompute_seconds * (1 - _ROUNDING):
                 candidate = self._simulated(other, limit)
                 if candidate.step.step_seconds <= limit:

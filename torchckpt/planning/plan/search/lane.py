@@ -175,8 +175,8 @@ class Lane:
                 alive -= holding.held_bytes
         return profile
 
-    def keep(self, reserve: Reserve) -> list[Holding] | None:
-        """The holding of each visit; None if no choice fits the budget."""
+    def keep(self, reserve: Reserve) -> list[Holding]:
+        """The holding of each visit. The budget is large enough to drop all blocks, as that of a search is."""
         return _Sweep(self, reserve).run()
 
     def reserve(self, early: int, wait: int, order: str, choice: str) -> Reserve:
@@ -203,24 +203,23 @@ class _Sweep:
         self.heap: list[tuple[float, int, int]] = []
         """The visits that may drop a block: a sort key, the negative visit, and its level when it was pushed."""
 
-    def run(self) -> list[Holding] | None:
-        lane = self.lane
-        for place, (kind, visit) in enumerate(zip(lane.kinds, lane.visit_at)):
+    def run(self) -> list[Holding]:
+        for place, (kind, visit) in enumerate(zip(self.lane.kinds, self.lane.visit_at)):
             self.alive_bytes -= self.pending.pop(place, 0.0)
-            if not (self._forward(visit) if kind is FORWARD else self._backward(visit, place)):
-                return None
+            if kind is FORWARD:
+                self._forward(visit)
+            else:
+                self._backward(visit, place)
         return [levels[level] for levels, level in zip(self.levels, self.level)]
 
-    def _forward(self, visit: int) -> bool:
+    def _forward(self, visit: int) -> None:
         self.alive_bytes += self.levels[visit][self.level[visit]].held_bytes
         self.is_alive[visit] = 1
         self._push(visit)
-        while self.alive_bytes > self.lane.budget_bytes:
-            if not (self._drop(-1) or self._run_pending()):
-                return False
-        return True
+        while self.alive_bytes > self.lane.budget_bytes and (self._drop(-1) or self._run_pending()):
+            pass
 
-    def _backward(self, visit: int, place: int) -> bool:
+    def _backward(self, visit: int, place: int) -> None:
         lane, reserve = self.lane, self.reserve
         wait = reserve.wait[visit]
         early = lane.holdings[visit].blocks if wait else reserve.early[visit]
@@ -234,14 +233,13 @@ class _Sweep:
                 self._lower(visit)
                 holding = self.levels[visit][self.level[visit]]
             elif not self._run_pending():
-                return False
+                break
         self.is_alive[visit] = 0
         self.alive_bytes -= holding.held_bytes
         if wait:
             full = lane.holdings[visit].full_bytes
             self.alive_bytes += full
             self.pending[place + wait + 1] = self.pending.get(place + wait + 1, 0.0) + full
-        return True
 
     def _drop(self, but: int) -> bool:
         """Drop one block of a visit other than ``but``; False if there is none."""

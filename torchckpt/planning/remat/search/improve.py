@@ -165,9 +165,10 @@ class _Hoist:
                     self._offer(reader)
 
 
-def transplanted(draft: Draft, order: list[int], tables: Tables) -> Draft:
-    """``draft`` with its first runs in another order; repeats stay before the first runs that they are made for."""
-    place = {index: position for position, index in enumerate(order)}
+def transplanted(draft: Draft, tables: Tables) -> Draft:
+    """``draft`` with its first runs in the order of ``tables``; repeats stay before the first runs that they are made
+    for."""
+    place = {index: position for position, index in enumerate(tables.order)}
     places = [place[index] for index in draft.tables.order]
     other = Draft(tables)
     for position, repeats in zip(places, draft.repeats):

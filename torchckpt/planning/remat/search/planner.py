@@ -240,7 +240,7 @@ def _reordered(best: Draft, budget_bytes: int, pinned: Set[int]) -> Iterator[Dra
         order = hoisted(flow, sink)
         if order != best.tables.order:
             tables = Tables(flow, pinned, order)
-            yield _evicted(transplanted(best, order, tables), budget_bytes)
+            yield _evicted(transplanted(best, tables), budget_bytes)
             for scoring in _SCORINGS[:2]:
                 yield _evicted(Draft(tables), budget_bytes, scoring)
 
@@ -258,7 +258,7 @@ def _rearranged(best: Draft, budget_bytes: int, pinned: Set[int]) -> Draft:
     """``best`` with first runs moved earlier or later, where this makes a repeat unnecessary."""
     flow = best.tables.flow
     for order in moved(flow, best.tables.order):
-        other = transplanted(best, order, Tables(flow, pinned, order))
+        other = transplanted(best, Tables(flow, pinned, order))
         if other.peak_bytes <= budget_bytes:
             prune(other, budget_bytes)
             if other.cost < best.cost:
