@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 
 import numpy
 import pytest
@@ -281,30 +282,59 @@ def test_a_hook_that_asks_whether_a_replay_runs_leaves_other_settings_alone(call
 
 
 class Prepares(nn.Module):
-    """Sets a number on its child at its first call, which a flag of its own tells."""
+    """Sets a number on its child at its first call, with a tensor or without, which a flag of its own tells."""
 
-    def __init__(self) -> None:
+    def __init__(self, with_tensor) -> None:
         super().__init__()
-        self.linear, self.inner, self.is_ready = nn.Linear(7, 7), Needs(), False
+        self.linear, self.inner, self.is_ready, self.with_tensor = nn.Linear(7, 7), Needs(), False, with_tensor
 
     def forward(self, x):
         if not self.is_ready:
             self.is_ready, self.inner.size = True, x.shape[-1]
+            if self.with_tensor:
+                self.inner.table = torch.rand(7)
         return self.inner(self.linear(x))
 
 
 class Needs(nn.Module):
+    size, table = 1, 1.0
+
     def forward(self, x):
-        return (x * self.size).sin()
+        return (x * self.size + self.table).sin()
 
 
+@pytest.mark.parametrize("with_tensor", [False, True])
 @CALLS
-def test_a_flag_goes_with_a_number_that_a_first_call_sets_on_another_module(call):
+def test_a_flag_goes_with_what_a_first_call_sets_on_another_module(call, with_tensor):
     def run(way, module, x):
         sum(way(module, x).sum() for _ in range(2)).backward()
         assert (module.is_ready, module.inner.size) == (True, 7)
 
-    assert_as_plain(call, Prepares, run)
+    assert_as_plain(call, partial(Prepares, with_tensor), run)
+
+
+class Slots(nn.Module):
+    """Writes each call's row to the next place of a table that a child of it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.cache, self.place = nn.Linear(7, 7), nn.Module(), 0
+        self.cache.register_buffer("rows", torch.zeros(9, 7))
+
+    def forward(self, x):
+        self.cache.rows[self.place] = x.detach().mean(0)
+        self.place += 1
+        return (self.linear(x) * self.cache.rows[: self.place].sum(0)).sin()
+
+
+@CALLS
+def test_a_number_goes_with_a_buffer_of_another_module(call):
+    def run(way, module, x):
+        for _ in range(2):
+            sum(way(module, x).sum() for _ in range(2)).backward()
+        assert module.place == 4
+
+    assert_as_plain(call, Slots, run)
 
 
 @pytest.mark.parametrize("is_there", [True, False])

@@ -64,6 +64,37 @@ class Averages(nn.Module):
         return self.norm(self.linear(x) * self.average.clone()).tanh()
 
 
+class Told(Averages):
+    """An average whose step, and the mode of whose norm, the loop sets behind a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = 1
+
+    def forward(self, x):
+        return super().forward(x * self.step)
+
+
+def told(use_orig_params, call):
+    """What two forwards leave before their backward, of layers that FSDP1 wraps one by one."""
+    model = nn.Sequential(*(flat(Told(), use_orig_params) for _ in range(2)))
+    left = []
+    for _ in range(STEPS):
+        losses = []
+        for step in (1, 3):
+            torch.manual_seed(step)
+            x = torch.randn(4, 8, requires_grad=True)
+            losses.append(call(model, x).sum())
+            for layer in model:
+                layer.module.step, layer.module.training = step + 1, step == 3
+            left.append(x)
+        sum(losses).backward()
+        for layer in model:
+            layer.module.training = True
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [*(x.grad for x in left), *grads, *model.buffers()]
+
+
 class Model(nn.Module):
     """Three blocks; ``call`` is how they are called."""
 
@@ -98,14 +129,15 @@ def fsdp2(model, reshard=True):
     return fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
 
 
-def fsdp1(model, use_orig_params):
+def flat(module, use_orig_params):
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    sharded = functools.partial(
-        FullyShardedDataParallel, use_orig_params=use_orig_params, device_id=torch.device("cpu")
-    )
-    model.blocks = nn.ModuleList(map(sharded, model.blocks))
-    return sharded(model)
+    return FullyShardedDataParallel(module, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+
+
+def fsdp1(model, use_orig_params):
+    model.blocks = nn.ModuleList(flat(block, use_orig_params) for block in model.blocks)
+    return flat(model, use_orig_params)
 
 
 def by_module(model, **options):
@@ -242,6 +274,8 @@ def flat_reports():
                 continue
             equal = len(tensors) == len(expected) and all(map(torch.equal, tensors, expected))
             found[way, use_orig_params] = equal, recomputes / STEPS / 3
+        expected = told(use_orig_params, plain)
+        found["buffers", use_orig_params] = all(map(torch.equal, told(use_orig_params, checkpoint), expected))
     return found
 
 
@@ -276,6 +310,7 @@ def test_replays_send_what_their_forwards_have_sent_and_prepare_no_reduction(rep
 def test_fsdp1_with_checkpointing_is_fsdp1_without(reported, way, use_orig_params):
     for report in reported:
         assert report["fsdp1"][way, use_orig_params] == (True, 1)
+        assert report["fsdp1"]["buffers", use_orig_params]  # and settings
 
 
 def test_values_are_compared_under_fsdp2_too(reported):

@@ -83,24 +83,25 @@ class _End:
 class Layout:
     """The layout of ``owners`` and their submodules, as they are now. It holds the owners by weak references only.
 
-    Buffers that torch's norm layers are updating are left out, where their calls alone read them: ``norms.py`` handles
-    them. Scripted modules are left out, because their parameters and buffers are not in Python dictionaries; and those
-    of which FSDP1 puts views of its flat parameter and parameters by turns.
+    Left out are buffers that torch's norm layers are updating, where their calls alone read them (``norms.py``);
+    scripted modules, which have no Python dictionaries; and weights that FSDP1 sets, as views of its flat parameter.
     """
 
     def __init__(self, owners: Sequence[nn.Module], on_owner_freed: Callable[[Any], object] | None = None) -> None:
         each_once = dict.fromkeys(chain.from_iterable(owner.modules() for owner in owners))
-        modules = [m for m in each_once if not (isinstance(m, torch.jit.ScriptModule) or _is_flattened(m))]
+        modules = [module for module in each_once if not isinstance(module, torch.jit.ScriptModule)]
+        each = [*enumerate(modules, start=len(modules))]
+        self._flattened = {place for place, module in each if _is_flattened(module)}
         self.owners = [weakref.ref(owner, on_owner_freed) for owner in owners]
         self.dicts = [vars(module) for module in modules]
         self.lengths = lengths_of(self.dicts)
         """An attribute that is added later changes these, and makes a new layout necessary."""
-        self.parameters: list[dict[str, Any]] = [module._parameters for module in modules]
+        self.parameters: list[dict[str, Any]] = [{} if at in self._flattened else m._parameters for at, m in each]
         self.copies: dict[Key, Copy] = {}
         self.changing: set[Key] = set()
         """Buffers that a forward has changed in place or replaced, and ``changing_parameters``."""
-        limited = ((place, module) for place, module in enumerate(modules) if vars(module).get("max_norm") is not None)
-        self.changing_parameters: set[Key] = {(place, "weight") for place, m in limited if "weight" in m._parameters}
+        limited = (place for place, module in enumerate(modules) if vars(module).get("max_norm") is not None)
+        self.changing_parameters: set[Key] = {(at, "weight") for at in limited if "weight" in self.parameters[at]}
         """The parameters that a forward has changed in place. An embedding with ``max_norm`` will."""
         self.changing |= self.changing_parameters
         self._buffers: list[dict[str, Any]] = [module._buffers for module in modules]
@@ -125,7 +126,7 @@ class Layout:
         self.tables: list[dict[str, Any]] = [*inside, end, *self.parameters, end, *others]
         """The tables that each call compares: children, parameters, and the buffers of modules but norm layers."""
         self.without_buffers = len(values_of(self.tables[: -len(others)] if others else self.tables))
-        named = enumerate(map(partial(_names_of, torch.is_tensor), modules), start=len(modules))
+        named = ((at, _names_of(torch.is_tensor, module)) for at, module in each if at not in self._flattened)
         self._attributes = [(place, name) for place, names in named for name in names]
         self.is_simple = not (self.norms or self._attributes or replicas)
         """Whether ``tables`` has all: there are no norm layers, no tensors that are plain attributes, and no DDP."""
@@ -154,7 +155,7 @@ class Layout:
     def added_attributes(self, own: Set[Key] = frozenset()) -> Iterator[Key]:
         """The attributes added since this layout was made that a replay must not find (``Settings.added``)."""
         if self.lengths != lengths_of(self.dicts):
-            yield from self.settings.added(self._attributes, own)
+            yield from self.settings.added(self._attributes, own, self._flattened)
 
     def asks(self, key: Key) -> bool:
         """Whether code of the module that has the buffer of ``key`` asks ``is_recomputing()``."""

@@ -75,10 +75,11 @@ class Settings:
     ) -> Iterator[tuple[dict[str, Any], str, Any]]:
         """The attributes to put back so that ``now()`` is as ``then``, before a forward in which some ``stay``. A
         number that it has changed to another number stays: functions count; but not where a replay is ``lent`` tensors
-        of the module, which go with it, as a cache with its length. Who asks ``is_recomputing()`` sees to it.
+        of the module, or any if none asks, as a cache with its length. Who asks ``is_recomputing()`` sees to it.
         """
-        lent_tables = {*map(id, lent)}
-        with_numbers = {id(tables[0]) for tables in self._tables if not lent_tables.isdisjoint(map(id, tables))}
+        lent_tables, all_go = {*map(id, lent)}, bool(lent) and not self._asking
+        are_lent = (of for of in self._tables if all_go or not lent_tables.isdisjoint(map(id, of)))
+        with_numbers = {id(of[0]) for of in are_lent}
         for (attributes, name), value, stays, now_is in zip(self._places, then, stay, now):
             goes = (stays or id(attributes) in with_numbers) and id(attributes) not in self._asking
             goes = goes or name == "training" or (isinstance(now_is, type) and issubclass(now_is, Tensor))
@@ -90,13 +91,13 @@ class Settings:
         for attributes in self._replicas:
             yield attributes, "require_backward_grad_sync", False  # a forward with it prepares a reduction
 
-    def added(self, known: Sequence[Key], own: Set[Key]) -> Iterator[Key]:
-        """The attributes added since: tensors that are not ``known``, and numbers and words where the module's code
-        asks no ``is_recomputing()``. The forward's ``own`` numbers stay, with what tells of them, if it adds no
-        tensors."""
+    def added(self, known: Sequence[Key], own: Set[Key], flattened: Set[int]) -> Iterator[Key]:
+        """The attributes added since: tensors that are not ``known``, nor weights that FSDP1 sets on ``flattened``
+        modules, and numbers and words where the module's code asks no ``is_recomputing()``. The forward's ``own``
+        numbers stay, with what tells of them, if it adds no tensors."""
         for place, (attributes, names) in enumerate(zip(self._dicts, self._names), start=len(self._dicts)):
             tensors = [(place, name) for name, value in attributes.items() if isinstance(value, Tensor)]
-            added = [key for key in tensors if key not in known]
+            added = [key for key in tensors if key not in known and place not in flattened]
             yield from added
             new = [] if id(attributes) in self._asking else [name for name in attributes if name not in names]
             stay = own if own.isdisjoint(added) else ()
