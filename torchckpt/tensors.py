@@ -16,7 +16,7 @@ from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
 __all__ = [
-    "ATOMS", "PLAIN", "PutBack", "attributes_of", "copy_attributes", "detached", "flop_formula", "graded_as",
+    "ATOMS", "MUTABLE", "PLAIN", "PutBack", "attributes_of", "copy_attributes", "detached", "flop_formula", "graded_as",
     "gradient_bytes", "hidden_tensors", "hides_tensors", "inner_tensors", "is_iterator", "may_equal", "node_name",
     "nodes_behind", "noted", "of_class", "parameter_as", "runs_when_accumulated", "tensors_in", "tensors_of",
     "tensors_of_pair", "version_of",
@@ -26,8 +26,10 @@ ATOMS = frozenset({type(None), bool, int, float, complex, str})
 """Types of what holds nothing: numbers and words."""
 PLAIN = (Number, str, Enum, torch.dtype, type(None))
 """Types of what a module is set to. ``ATOMS`` are the usual ones; ``Number`` has those of NumPy, too."""
+MUTABLE = (list, dict, set)
+"""Types of a setting that may change in place."""
 _MOST_NOTED = 64
-"""The most items of a list or a dict that is a setting."""
+"""The most items of one, of a tuple or of a frozenset."""
 _OF_ITERATORS = ("array", "builtins", "collections", "itertools", "_collections")  # the last until Python 3.11
 _DEPTH, _MOST, _ALL = 4, 1000, 10_000
 """How deep objects are looked into for tensors, the most values of one container, and of all together."""
@@ -196,9 +198,9 @@ def _values_in(value: object, depth: int) -> Iterator[object]:
 def noted(value: Any) -> Any:
     """What a call may hold of ``value``: a number or a word, a copy of a few of these; of others, the type."""
     kind = type(value)
-    if kind is dict or kind is list:
+    if kind in MUTABLE:
         return value.copy() if _is_plain(value.values() if kind is dict else value) else kind
-    return value if isinstance(value, PLAIN) or (isinstance(value, tuple) and _is_plain(value)) else kind
+    return value if isinstance(value, PLAIN) or (isinstance(value, (tuple, frozenset)) and _is_plain(value)) else kind
 
 
 def _is_plain(items: Collection[Any]) -> bool:

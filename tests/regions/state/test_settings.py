@@ -144,10 +144,13 @@ class Task(nn.Module):
         super().__init__()
         self.task, self.factor, self.kind, self.calls, self.scales = 0, 1.0, "sine", 0, {"a": 1.0}
         self.heads, self.names = nn.ModuleList(nn.Linear(7, 7) for _ in range(3)), ["a"]
+        self.active, self.frozen = {"a"}, frozenset("a")
 
     def forward(self, x):
         self.calls += 1  # of its own, so that a replay counts, too
         x = self.heads[self.task](x) * self.factor * self.scales["a"]
+        if self.active != self.frozen:
+            x = x.tanh()
         for _ in self.names:
             x = nn.functional.dropout(x, 0.3)
         return x.sin() if self.kind == "sine" else x.cos()
@@ -181,6 +184,8 @@ def test_settings_of_modules_that_change_between_a_forward_and_its_backward_are_
         for task, factor, kind, names in settings[: 1 if make is Counting else 3]:
             module.task, module.factor, module.kind, module.names[:] = task, factor, kind, names
             module.scales["a"] *= 1.5
+            module.active ^= {"b"}
+            module.frozen = module.frozen | set(names)
             losses.append(way(module, x).sum())
         sum(losses).backward()
         assert module.calls == len(losses) * (1 if way is plain else 2)

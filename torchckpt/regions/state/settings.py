@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchckpt.modules import OF_EVERY_MODULE, is_of_torch, names_in
 from torchckpt.regions.state.walk import Walk
-from torchckpt.tensors import ATOMS, PLAIN, noted
+from torchckpt.tensors import ATOMS, MUTABLE, PLAIN, noted
 
 __all__ = ["Key", "Settings"]
 
@@ -49,7 +49,7 @@ class Settings:
         self._places += [(self._dicts[place], name) for place, name in numbers]
         self._places += [(attributes, _SYNC) for attributes in self._replicas]
         kinds = map(type, starmap(_GET, self._places))
-        self._mutable = [index for index, kind in enumerate(kinds) if kind in (list, dict)]
+        self._mutable = [index for index, kind in enumerate(kinds) if kind in MUTABLE]
 
     def now(self) -> tuple[list[Any], list[Key]]:
         """The settings, the modes first, and the keys of those that are tensors now. Types stand for tensors and for
@@ -83,7 +83,7 @@ class Settings:
         for (attributes, name), value, stays, now_is in zip(self._places, then, stay, now):
             goes = (stays or id(attributes) in with_numbers) and id(attributes) not in self._asking
             goes = goes or name == "training" or (isinstance(now_is, type) and issubclass(now_is, Tensor))
-            is_table = type(value) in (list, dict)  # a copy, and not to be changed by a replay
+            is_table = type(value) in MUTABLE  # a copy, and not to be changed by a replay
             differs = now_is is not value and not (isinstance(value, type) or (is_table and now_is == value))
             goes = differs and goes and (name == "training" or not _is_set_in(_asking_hooks(attributes), name))
             if goes or name == _SYNC:  # a replay sets that one, too
@@ -110,7 +110,7 @@ def _names_in(module: nn.Module) -> list[str]:
     if is_of_torch(module):
         return []
     values = ((name, value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE)
-    return [name for name, value in values if isinstance(value, (*PLAIN, list, tuple, dict))]
+    return [name for name, value in values if isinstance(value, (*PLAIN, *MUTABLE, tuple, frozenset))]
 
 
 def _asking_hooks(attributes: Mapping[str, Any]) -> list[CodeType]:
