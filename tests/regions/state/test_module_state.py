@@ -367,7 +367,8 @@ def test_module_that_gets_a_submodule_in_its_first_call_is_an_error(is_closed_ov
     assert str(caught.value).startswith("the modules of region 'test_module_that_gets")
     assert str(caught.value).endswith(
         "are not those that its forward started with: some were added, removed or replaced since\n"
-        "  works:    if the first call of a module creates them, make that call outside a region, under torch.no_grad()"
+        "  works:    changes of modules after the backward; and a first call that creates some outside a region, under "
+        "torch.no_grad()"
     )
     with count_recomputes() as recomputes:
         checkpoint(function, x).sum().backward()

@@ -274,5 +274,6 @@ def _other_modules(function: Function, what: str) -> RecomputationError:
     return RecomputationError(
         f"the {what} of region {name_of(function)} are not those that its forward started with: some were added, "
         "removed or replaced since\n"
-        "  works:    if the first call of a module creates them, make that call outside a region, under torch.no_grad()"
+        "  works:    changes of modules after the backward; and a first call that creates some outside a region, under "
+        "torch.no_grad()"
     )
