@@ -214,7 +214,7 @@ class Within:
     def _largest(self, error: BudgetInfeasible, ranks: int) -> BudgetInfeasible:
         """Of the errors of all steps that are known, the one with the most bytes: a budget of so many is enough."""
         for (lookahead, *_), known in self._known.items():
-            if known.counted is not None:
+            if known.counted is not None and known.plan is None:
                 try:
                     fit(known.order, known.counted, self._limits(ranks, lookahead), lookahead)
                 except BudgetInfeasible as other:
