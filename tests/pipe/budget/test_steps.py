@@ -352,6 +352,20 @@ def test_too_small(way):
     assert pipe.plan is not None
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_enough_is_enough_for_all_steps_that_are_known(way):
+    _, pipe = pair("wide", 1000)
+    small, large = torch.randn(16, SIZE), torch.randn(64, SIZE)
+    step(pipe, large, way)
+    step(pipe, small, way)
+    with pytest.raises(BudgetInfeasible) as error:
+        step(pipe, small, way)
+    _, pipe = pair("wide", error.value.least_bytes)
+    for _ in range(3):
+        step(pipe, small, way)
+        step(pipe, large, way)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -191,7 +191,11 @@ class Within:
         key = lookahead, shapes_of(batches), self._now(pipe, stages)
         known = self._followed = self._known.setdefault(key, _Known(order=order.schedule))
         self._known.move_to_end(key)
-        is_counted = known.begins(self._limits(len(order.schedule.ranks), lookahead), lookahead)
+        ranks = len(order.schedule.ranks)
+        try:
+            is_counted = known.begins(self._limits(ranks, lookahead), lookahead)
+        except BudgetInfeasible as error:
+            raise self._largest(error, ranks) from None
         if known.plan is not None:
             plan = known.plan.plan
             order = Order(plan.schedule, with_replays(order.launched, plan.schedule))
@@ -206,6 +210,16 @@ class Within:
         """The bytes of each rank. A share is one of the largest step that is known of those with this ``lookahead``."""
         alike = (known for (of, *_), known in self._known.items() if of == lookahead)
         return bytes_per_rank(self.budget, ranks, max((known.whole_bytes for known in alike), default=0.0))
+
+    def _largest(self, error: BudgetInfeasible, ranks: int) -> BudgetInfeasible:
+        """Of the errors of all steps that are known, the one with the most bytes: a budget of so many is enough."""
+        for (lookahead, *_), known in self._known.items():
+            if known.counted is not None and known.plan is None:
+                try:
+                    fit(known.order, known.counted, self._limits(ranks, lookahead), lookahead)
+                except BudgetInfeasible as other:
+                    error = max(error, other, key=lambda one: one.least_bytes)
+        return error
 
     def _look_back(self, stages: Sequence[Stage]) -> None:
         """If the step of a graph has failed as a device was out of memory, have its next plan take less."""
