@@ -286,13 +286,13 @@ class Step:
             due = [(root, gradient) for root, gradient in pairs if gradient is not None]
             if due:
                 torch.autograd.backward([root for root, _ in due], [gradient for _, gradient in due])
-        self._part_gradients(j)
+        self._give_own_memory(j)
         for cut in pending.received:
             cut.send_back()
 
-    def _part_gradients(self, j: int) -> None:
-        """Give first gradients memory of their own. Autograd may have given the same to two parameters, or to one and
-        to a cut, and a later backward adds to it in place."""
+    def _give_own_memory(self, j: int) -> None:
+        """Give first gradients memory of their own. Autograd may give two parameters the same, or one and a cut, and a
+        later backward adds to it in place."""
         for parameter in self._bare[j]:
             gradient = parameter.grad
             if gradient is not None and gradient.layout == torch.strided and use_count(gradient) > 1:
