@@ -1,4 +1,4 @@
-"""The gradient that passes a cut has memory of its own: autograd may give a parameter that memory for its ``.grad``."""
+"""Gradients of parameters have memory of their own: autograd may give two, or one and a cut, the same."""
 from __future__ import annotations
 
 import copy
@@ -43,10 +43,16 @@ def tied() -> nn.Sequential:
     return nn.Sequential(first, nn.Linear(4, 4), Shift(), Shift(first.bias))
 
 
+def beside_another() -> nn.Sequential:
+    """The gradients of both biases of one layer are views of its own; one of them is that of another stage, too."""
+    first = Shift()
+    return nn.Sequential(first, nn.Linear(4, 4), nn.Sequential(Shift(), Shift(first.bias)), nn.Linear(4, 4))
+
+
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 @pytest.mark.parametrize("chunks", [1, 2, 5])
-@pytest.mark.parametrize("make", [skipped, tied])
-def test_a_parameter_that_accumulates_in_the_memory_of_a_gradient_leaves_that_gradient(make, chunks, checkpoint):
+@pytest.mark.parametrize("make", [skipped, tied, beside_another])
+def test_what_is_added_to_the_gradient_of_a_parameter_goes_into_no_other(make, chunks, checkpoint):
     torch.manual_seed(0)
     plain, x = make().double(), torch.randn(chunks, 4, dtype=torch.float64)
     pipe = Pipe(copy.deepcopy(plain), [1] * len(plain), chunks=chunks, checkpoint=checkpoint)

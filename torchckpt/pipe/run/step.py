@@ -142,11 +142,7 @@ class CutTensor:
         """Send the gradient back. Call it after the receiver's backward."""
         if self._taken:
             receiver, sender = self._back
-            gradient = self._taken.pop().detach()
-            # A parameter may have this memory for its ``.grad``, to which a later backward adds in place.
-            if gradient.layout == torch.strided and use_count(gradient) > 1:
-                gradient = copy_of(gradient)
-            self._gradient = AsyncCopy(gradient, receiver).sent(sender)
+            self._gradient = AsyncCopy(self._taken.pop(), receiver).sent(sender)
 
     def gradient(self) -> Tensor | None:
         return None if self._gradient is None else self._gradient.arrived(self._back[1].place)
@@ -200,6 +196,8 @@ class Step:
         self._in_flight = {i: of_caller(batch, stages, lambda x: x) for i, batch in enumerate(micro_batches)}
         self._pending: dict[tuple[int, int], Pending] = {}
         self._losses: list[Tensor] = []
+        parameters = [[each for owner in stage.modules for each in owner.parameters()] for stage in stages]
+        self._bare = [[parameter for parameter in own if parameter.grad is None] for own in parameters]
         placement = order.schedule.placement
         devices = [stages[placement.index(rank)].device for rank in range(len(order.schedule.ranks))]
         self.took: Took = order.schedule, [Record(device) for device in devices]
@@ -288,8 +286,18 @@ class Step:
             due = [(root, gradient) for root, gradient in pairs if gradient is not None]
             if due:
                 torch.autograd.backward([root for root, _ in due], [gradient for _, gradient in due])
+        self._give_own_memory(j)
         for cut in pending.received:
             cut.send_back()
+
+    def _give_own_memory(self, j: int) -> None:
+        """Give first gradients memory of their own. Autograd may give two parameters the same, or one and a cut, and a
+        later backward adds to it in place."""
+        for parameter in self._bare[j]:
+            gradient = parameter.grad
+            if gradient is not None and gradient.layout == torch.strided and use_count(gradient) > 1:
+                parameter.grad = copy_of(gradient)
+        self._bare[j] = [parameter for parameter in self._bare[j] if parameter.grad is None]
 
 
 def timeline_of(took: Took) -> Timeline:
