@@ -111,6 +111,7 @@ def _record(tensor: Tensor, stream: _Stream) -> None:
 
 
 def has_strides(tensor: Tensor) -> bool:
+    """Whether the elements of ``tensor`` lie in memory by its strides: not those of tensors that hold others."""
     return tensor.layout == torch.strided and not (hasattr(tensor, "__tensor_flatten__") or tensor.is_nested)
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "Copy", "Known", "Layout", "Modules", "NamesModules", "known_of", "layout_of", "lengths_of", "values_of",
 ]
 
+
 class Copy:
     """A copy of a buffer at one version. ``values`` is None if the copy was too large to make, or to keep.
 
@@ -91,12 +92,12 @@ class Layout:
         each_once = dict.fromkeys(chain.from_iterable(owner.modules() for owner in owners))
         modules = [module for module in each_once if not isinstance(module, torch.jit.ScriptModule)]
         each = [*enumerate(modules, start=len(modules))]
-        self._flattened = {place for place, module in each if _is_flattened(module)}
+        flattened = {place for place, module in each if _is_flattened(module)}
         self.owners = [weakref.ref(owner, on_owner_freed) for owner in owners]
         self.dicts = [vars(module) for module in modules]
         self.lengths = lengths_of(self.dicts)
         """An attribute that is added later changes these, and makes a new layout necessary."""
-        self.parameters: list[dict[str, Any]] = [{} if at in self._flattened else m._parameters for at, m in each]
+        self.parameters: list[dict[str, Any]] = [{} if at in flattened else m._parameters for at, m in each]
         self.copies: dict[Key, Copy] = {}
         self.changing: set[Key] = set()
         """Buffers that a forward has changed in place or replaced, and ``changing_parameters``."""
@@ -126,14 +127,14 @@ class Layout:
         self.tables: list[dict[str, Any]] = [*inside, end, *self.parameters, end, *others]
         """The tables that each call compares: children, parameters, and the buffers of modules but norm layers."""
         self.without_buffers = len(values_of(self.tables[: -len(others)] if others else self.tables))
-        named = ((at, _names_of(torch.is_tensor, module)) for at, module in each if at not in self._flattened)
+        named = ((at, _names_of(torch.is_tensor, module)) for at, module in each if at not in flattened)
         self._attributes = [(place, name) for place, names in named for name in names]
         self.is_simple = not (self.norms or self._attributes or replicas)
         """Whether ``tables`` has all: there are no norm layers, no tensors that are plain attributes, and no DDP."""
         self.is_lazy = any(is_lazy(value) for value in values_of([*self.parameters, *self._buffers]))
         """Whether a parameter or buffer has no shape yet: the first call gives it one."""
         self._asking = {place for place, m in enumerate(modules) if "is_recomputing" in reach[type(m)].names}
-        self.settings = Settings(modules, self._asking)
+        self.settings = Settings(modules, self._asking, flattened)
         self._sources = [source for of_class in reach.values() for source in of_class.sources]
         self._generators = [(vars(module), name) for module in modules for name in _names_of(as_generator, module)]
 
@@ -155,7 +156,7 @@ class Layout:
     def added_attributes(self, own: Set[Key] = frozenset()) -> Iterator[Key]:
         """The attributes added since this layout was made that a replay must not find (``Settings.added``)."""
         if self.lengths != lengths_of(self.dicts):
-            yield from self.settings.added(self._attributes, own, self._flattened)
+            yield from self.settings.added(self._attributes, own)
 
     def asks(self, key: Key) -> bool:
         """Whether code of the module that has the buffer of ``key`` asks ``is_recomputing()``."""

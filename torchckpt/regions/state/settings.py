@@ -33,13 +33,17 @@ _GET: Callable[[dict[str, Any], str], Any] = dict.get
 
 
 class Settings:
-    """The settings of ``modules`` that there are now: where they are. ``asking`` are the places of the modules whose
-    code asks ``is_recomputing()``: what it sets is as it wants it."""
+    """The settings of ``modules`` that there are now: where they are.
 
-    def __init__(self, modules: Sequence[nn.Module], asking: Set[int]) -> None:
+    Args:
+        asking: the places of the modules whose code asks ``is_recomputing()``: what it sets is as it wants it.
+        flattened: where the attributes of modules are on which FSDP1 sets weights.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], asking: Set[int], flattened: Set[int]) -> None:
         self._dicts = [vars(module) for module in modules]
         self._names = [frozenset(attributes) for attributes in self._dicts]
-        self._asking = {id(self._dicts[place]) for place in asking}
+        self._asking, self._flattened = {id(self._dicts[place]) for place in asking}, flattened
         self._tables = [(vars(module), module._parameters, module._buffers) for module in modules]
         named = enumerate(map(_names_in, modules))
         numbers = [(place, name) for place, names in named for name in names]
@@ -91,13 +95,13 @@ class Settings:
         for attributes in self._replicas:
             yield attributes, "require_backward_grad_sync", False  # a forward with it prepares a reduction
 
-    def added(self, known: Sequence[Key], own: Set[Key], flattened: Set[int]) -> Iterator[Key]:
-        """The attributes added since: tensors that are not ``known``, nor weights that FSDP1 sets on ``flattened``
-        modules, and numbers and words where the module's code asks no ``is_recomputing()``. The forward's ``own``
-        numbers stay, with what tells of them, if it adds no tensors."""
+    def added(self, known: Sequence[Key], own: Set[Key]) -> Iterator[Key]:
+        """The attributes added since: tensors that are not ``known``, nor weights that FSDP1 sets, and numbers and
+        words where the module's code asks no ``is_recomputing()``. The forward's ``own`` numbers stay, with what tells
+        of them, if it adds no tensors."""
         for place, (attributes, names) in enumerate(zip(self._dicts, self._names), start=len(self._dicts)):
             tensors = [(place, name) for name, value in attributes.items() if isinstance(value, Tensor)]
-            added = [key for key in tensors if key not in known and place not in flattened]
+            added = [key for key in tensors if key not in known and place not in self._flattened]
             yield from added
             new = [] if id(attributes) in self._asking else [name for name in attributes if name not in names]
             stay = own if own.isdisjoint(added) else ()
