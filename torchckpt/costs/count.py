@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchckpt.costs.mesh import sharded_over
@@ -25,7 +24,7 @@ from torchckpt.costs.parts import Parts
 from torchckpt.modules import imported
 from torchckpt.planning.work.block import Block
 from torchckpt.planning.work.collective import Collective
-from torchckpt.regions.saved import storage_of
+from torchckpt.regions.saved import storage_of, telling_of_saved
 from torchckpt.tensors import inner_tensors, nodes_behind, tensors_in
 from torchckpt.typing import Function
 
@@ -118,14 +117,14 @@ class _Forward(Parts):
         self._kept[self.ledger.part].update(key for tensor in tensors_in(outputs) for key in self._met(tensor))
         return outputs
 
-    def pack(self, tensor: Tensor) -> Tensor:
+    def saves(self, tensor: Tensor) -> None:
+        """Autograd saves a tensor."""
         storages = self._met(tensor)
         self._saved[self.ledger.part].update(storages)
         if self.ledger.is_keeping:
             self._kept[self.ledger.part].update(storages)
         else:
             self.ledger.saved()
-        return tensor if tensor.is_leaf else tensor.detach()
 
     def bytes_of_parts(self) -> dict[int, tuple[int, int, int]]:
         """The bytes of each part: saved, of its boundary, and of the boundary if it is kept and does not save them.
@@ -173,8 +172,7 @@ def counted(
     forward = _Forward(ledger, storages)
     parameters = [parameter for parameter in stage.parameters() if parameter.requires_grad]
     with ledger:
-        hooks = saved_tensors_hooks(forward.pack, lambda tensor: tensor)
-        with hooks, forward.watched(children), _phase(ledger, FORWARD):
+        with telling_of_saved(forward.saves), forward.watched(children), _phase(ledger, FORWARD):
             outputs = call()
         graded = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
         leaves = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchckpt.measuring.inputs import Inputs
@@ -15,8 +14,7 @@ from torchckpt.planning import Stage, fixed
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.core.scope import AroundRegion, Keep, Scope
-from torchckpt.regions.private import keep_from_dynamo, look_through
-from torchckpt.regions.saved import storages_of
+from torchckpt.regions.saved import storages_of, telling_of_saved
 from torchckpt.tensors import tensors_in
 from torchckpt.typing import Function
 
@@ -56,7 +54,7 @@ class RegionBytes:
     @contextmanager
     def counted(self) -> Iterator[None]:
         """A context around the forward of the stage."""
-        with saved_tensors_hooks(self._pack, lambda tensor: tensor):
+        with telling_of_saved(self._note):
             yield
         self._inputs.begin(len(self._boundary_bytes), ())  # for the last region: nothing comes after it
 
@@ -83,18 +81,17 @@ class RegionBytes:
         self._saved.update(storages_of(tensors))
         self._inner_bytes[region] = self._claimed(tensors)
 
-    def _pack(self, tensor: Tensor) -> Tensor:
+    def _note(self, tensor: Tensor) -> None:
         whole = tensor if tensor._base is None else tensor._base
         claimed_bytes = 0.0 if isinstance(whole, nn.Parameter) else self._claimed([tensor])
         if self._is_in_region:  # a region's forward saves only its boundary
             self._boundary_bytes[-1] += claimed_bytes
-            return tensor if tensor.is_leaf else tensor.detach()
+            return
         self._saved.update(storages_of([tensor]))
         if not self._boundary_bytes:
             self._before_bytes += claimed_bytes
         else:
             self._after_bytes += claimed_bytes
-        return tensor if tensor.is_leaf else tensor.detach()
 
     def _pass_over_parameters(self) -> None:
         tensors = (tensor for module in self._modules for tensor in (*module.parameters(), *module.buffers()))
@@ -151,7 +148,3 @@ class CountingScope(Scope):
     def entered(self) -> Iterator[None]:
         with super().entered(), self.saved.counted():
             yield
-
-
-keep_from_dynamo(RegionBytes._pack)
-look_through(RegionBytes._pack)

@@ -10,7 +10,6 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from torchckpt.errors import Fault, called, check
@@ -19,8 +18,7 @@ from torchckpt.planning.draw.units import aligned, number, percent
 from torchckpt.planning.order.schedule import whole
 from torchckpt.planning.work.partition import balanced, count_faults
 from torchckpt.regions.devices import accelerators_among
-from torchckpt.regions.private import look_through
-from torchckpt.regions.saved import bytes_of
+from torchckpt.regions.saved import bytes_of, telling_of_saved
 from torchckpt.regions.state.ambient import generators_of, outside_inference, random_state, restore_states
 from torchckpt.tensors import tensors_in
 
@@ -213,13 +211,7 @@ def _activation_bytes(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     """The bytes of the layer's inputs and saved tensors, without its own tensors and its outputs; and the outputs."""
     (args, kwargs), _ = _fresh((args, kwargs))
     kept = tensors_in((args, kwargs))
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept.append(tensor.detach())
-        return kept[-1]
-
-    look_through(pack)
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
+    with telling_of_saved(lambda tensor: kept.append(tensor.detach())):
         outputs = layer(*args, **kwargs)
     return bytes_of(kept, but=(*layer.parameters(), *layer.buffers(), *tensors_in(outputs))), outputs
 

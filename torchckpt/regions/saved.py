@@ -1,7 +1,7 @@
 """Saved: counts the bytes that autograd keeps from a forward for its backward."""
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torchckpt.regions.private import keep_from_dynamo, look_through
 from torchckpt.tensors import inner_tensors
 
-__all__ = ["SavedBytes", "bytes_of", "saved_bytes", "storage_of", "storages_of"]
+__all__ = ["SavedBytes", "bytes_of", "held", "saved_bytes", "storage_of", "storages_of", "telling_of_saved"]
 
 
 class SavedBytes:
@@ -30,17 +30,31 @@ class SavedBytes:
     def total(self) -> int:
         return sum(self._storages.values())
 
-    def _pack(self, tensor: Tensor) -> Tensor:
+    def _note(self, tensor: Tensor) -> None:
         whole = tensor if tensor._base is None else tensor._base
         storages = storage_of(tensor)
         if isinstance(whole, nn.Parameter):
             self._weights |= storages.keys()
         self._storages.update({key: size for key, size in storages.items() if key not in self._weights})
-        return tensor if tensor.is_leaf else tensor.detach()
 
 
-keep_from_dynamo(SavedBytes._pack)
-look_through(SavedBytes._pack)
+def held(tensor: Tensor) -> Tensor:
+    """What autograd holds for ``tensor``, which it saves: no graph behind it."""
+    return tensor if tensor.is_leaf else tensor.detach()
+
+
+def telling_of_saved(note: Callable[[Tensor], object]) -> saved_tensors_hooks:
+    """A context in which ``note`` gets each tensor that autograd saves in this thread."""
+
+    def pack(tensor: Tensor) -> Tensor:
+        note(tensor)
+        return held(tensor)
+
+    look_through(pack)
+    return saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
+keep_from_dynamo(telling_of_saved)
 
 
 @contextmanager
@@ -52,7 +66,7 @@ def saved_bytes() -> Iterator[SavedBytes]:
     its results. Tensors that a selective policy (``context_fn``) keeps are no saved tensors, and do not count.
     """
     saved = SavedBytes()
-    with saved_tensors_hooks(saved._pack, lambda tensor: tensor):
+    with telling_of_saved(saved._note):
         yield saved
 
 

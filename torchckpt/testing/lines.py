@@ -23,7 +23,7 @@ from torchckpt.planning.draw.units import aligned, percent, units_of_bytes
 from torchckpt.planning.figures import Drawn
 from torchckpt.regions.places import Place, operation_of, place_of, shown_line
 from torchckpt.regions.private import is_fake, keep_from_dynamo, kept_by_policies, look_through, number_of, running_node
-from torchckpt.regions.saved import SavedBytes, storage_of
+from torchckpt.regions.saved import SavedBytes, held, storage_of
 from torchckpt.tensors import node_name, nodes_behind, tensors_in
 from torchckpt.testing.counts import check_step
 
@@ -223,11 +223,11 @@ class KeptStorages(SavedBytes):
     def _saved(self, tensor: Tensor, caller: FrameType | None = None) -> _SavedTensor:
         if self._before is None:
             self._before = storages_alive(activations=False)
-        saved = super()._pack(tensor)
+        self._note(tensor)
         new = self._storages.keys() & storage_of(tensor).keys() - self._before
         for storage in new - self._places.keys():
             self._places[storage] = place_of(caller or sys._getframe())
-        return _SavedTensor(saved, self._changes, *new)
+        return _SavedTensor(held(tensor), self._changes, *new)
 
 
 keep_from_dynamo(KeptStorages._pack, KeptStorages._unpack)
