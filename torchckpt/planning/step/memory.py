@@ -14,7 +14,7 @@ from torchckpt.planning.order.schedule import Kind
 from torchckpt.planning.work.block import Stage
 from torchckpt.planning.work.choice import Choice
 
-__all__ = ["Change", "Curve", "Level", "Piece", "changes_of", "curve", "levels_of", "makes_of", "use_bytes", "uses_of"]
+__all__ = ["Change", "Curve", "Level", "Piece", "changes_of", "curve", "levels_of", "use_bytes"]
 
 Curve: TypeAlias = tuple[tuple[float, float], ...]
 """The bytes alive on one rank, as (seconds, bytes) at each change."""
@@ -86,27 +86,6 @@ def use_bytes(stage: Stage, late: Collection[int]) -> float:
         else:
             freed += blocks[block].saved_bytes
     return start + extra
-
-
-def makes_of(stage: Stage, recomputed: Collection[int]) -> Iterator[tuple[int, float]]:
-    """Each block, from the first to the one behind all, and the bytes of a visit while its forward is in it."""
-    alive = stage.before.saved_bytes
-    for block, part in enumerate([*stage.blocks, stage.after]):
-        alive += part.boundary_bytes if block in recomputed else part.saved_bytes
-        yield block, alive
-
-
-def uses_of(stage: Stage, late: Collection[int]) -> Iterator[tuple[int, float]]:
-    """Each block, from the one behind all to the first, and the bytes of a visit while a whole backward is in it. The
-    most of them is :func:`use_bytes`."""
-    blocks = stage.blocks
-    alive = stage.saved_bytes - sum(blocks[block].freed_bytes for block in late)
-    yield len(blocks), alive
-    alive -= stage.after.saved_bytes
-    for block in reversed(range(len(blocks))):
-        alive += blocks[block].freed_bytes if block in late else 0.0
-        yield block, alive
-        alive -= blocks[block].saved_bytes
 
 
 def levels_of(changes: Iterable[Change]) -> Iterator[Level]:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from torchckpt.planning.order.schedule import Action, Kind, Schedule
-from torchckpt.planning.step.boundary import levels_of_places, places_of
-from torchckpt.planning.step.memory import Level, Piece, makes_of, uses_of
+from torchckpt.planning.step.boundary import Place, levels_of_places, places_of
+from torchckpt.planning.step.memory import Level, Piece
 from torchckpt.planning.step.simulated import Step
 from torchckpt.planning.work.block import Stage
 from torchckpt.planning.work.choice import Choices
@@ -67,7 +67,7 @@ class MeasuredStep:
                 continue
             before = counted_left = 0.0
             is_in_pieces = any(self._level(action).pieces for action in order)
-            places = places_of(order, stages, step.choice, ()) if is_in_pieces else [()] * len(order)
+            places = _places(step, rank, is_in_pieces)
             in_places = levels_of_places(places, stages)
             for action, counted, at, levels in zip(order, step.levels(rank), places, in_places):
                 level = self._level(action)
@@ -147,7 +147,8 @@ def highest_bytes(step: Step, rank: int, beside: Mapping[Action, ExtraMemory]) -
         if kind is Kind.RECOMPUTE:
             replays[number] = max(measured.rises, replays.get(number, 0.0))
     before = counted_left = 0.0
-    places = step.places[rank] or [()] * len(step.schedule.ranks[rank])
+    moves = bool(step.places[rank])
+    places = step.places[rank] or _places(step, rank, any(extra.pieces for extra in beside.values()))
     in_places = levels_of_places(places, step.stages)
     for action, counted, at, levels in zip(step.schedule.ranks[rank], step.levels(rank), places, in_places):
         choice, stage = step.choice(action.visit), step.stages[action.stage]
@@ -168,21 +169,26 @@ def highest_bytes(step: Step, rank: int, beside: Mapping[Action, ExtraMemory]) -
         if action.kind is Kind.FORWARD:
             backward = beside.get(action._replace(kind=Kind.BACKWARD), _NOTHING).pieces
             pieces = {**pieces, **_if_kept(pieces, backward, stage)} if pieces and backward else {}
-        if at and pieces:
-            holds = action.kind is Kind.FORWARD  # in which a caller may still hold what is released
-            most = (level.highest if holds else level.left + place.frees for place, level in zip(at, levels))
-            by_block = [(place.boundary.block, level.highest, each) for place, level, each in zip(at, levels, most)]
-            highest = before + max(_highest_of_pieces(action.kind, by_block, pieces, choice.recomputed))
-        elif pieces and action.kind is Kind.FORWARD:
-            by_block = [(block, 0.0, counted_left + made) for block, made in makes_of(stage, choice.recomputed)]
-            highest = max(highest, before + max(_highest_of_pieces(action.kind, by_block, pieces, choice.recomputed)))
-        elif pieces and action.kind is Kind.BACKWARD:
-            by_block = [(block, 0.0, counted.left + use) for block, use in uses_of(stage, choice.late)]
-            highest = max(highest, before + max(_highest_of_pieces(action.kind, by_block, pieces, choice.late)))
-        if at:  # what moves where an action begins moves before anything else
+        if at and pieces and (moves or action.kind in (Kind.FORWARD, Kind.BACKWARD)):
+            is_forward = action.kind is Kind.FORWARD  # in which a caller may still hold what is released
+            computing = (level.highest if is_forward else level.left + place.frees for place, level in zip(at, levels))
+            by_block = [
+                (place.boundary.block, level.highest if moves else 0.0, each)
+                for place, level, each in zip(at, levels, computing)
+            ]
+            again = choice.recomputed if moves or is_forward else choice.late
+            of_pieces = before + max(_highest_of_pieces(action.kind, by_block, pieces, again))
+            highest = of_pieces if moves else max(highest, of_pieces)
+        if moves:  # what moves where an action begins moves before anything else
             counted_left = levels[0].left + at[0].frees - at[0].takes
         yield max(highest, counted_left + before + extra.enters)
         before, counted_left = before + extra.leaves, counted.left
+
+
+def _places(step: Step, rank: int, in_pieces: bool) -> Sequence[Sequence[Place]]:
+    """The places of each action of a rank; none, if nothing was measured in pieces."""
+    order = step.schedule.ranks[rank]
+    return places_of(order, step.stages, step.choice, ()) if in_pieces else [()] * len(order)
 
 
 def _highest_of_pieces(
