@@ -36,7 +36,7 @@ from torchckpt.distributed.meeting import all_gather, check_the_same, meeting, t
 from torchckpt.distributed.private import Live, LiveStage, finds_shapes, handing_over, in_backward, stages_of
 from torchckpt.distributed.record import Gathered, gather
 from torchckpt.distributed.runtime import Runtime
-from torchckpt.errors import RegionError, ScheduleError, without_generators
+from torchckpt.errors import Fault, RegionError, ScheduleError, without_generators
 from torchckpt.measuring.record import Record
 from torchckpt.measuring.saved import CountingScope, RegionBytes
 from torchckpt.modules import module_of, uncompiled
@@ -133,12 +133,11 @@ class RecomputeAhead(Runtime):
     def _check_ranks(self) -> None:
         """Before a step or ``eval()``, say what would have ranks wait for what others never send, or mix two steps."""
         if self._last_action is not None and self.pp_group_size > 1:
-            raise ScheduleError(
-                "after a failed step the other ranks would mix its micro-batches with those of the next\n"
-                f"  received: another step on rank {self.rank} of {self.pp_group_size}, after a failure at "
-                f"{self._last_action}\n"
-                "  works:    end all processes of the job, and go on from a saved state"
-            )
+            rule = "after a failed step the other ranks would mix its micro-batches with those of the next"
+            failed = f"after a failure at {self._last_action}"
+            received = f"another step on rank {self.rank} of {self.pp_group_size}, {failed}"
+            works = "end all processes of the job, and go on from a saved state"
+            raise ScheduleError(str(Fault(rule, received, works)))
         if self.is_training and not self._agreed:
             if dist.get_world_size(self._group) > 1:
                 with together("begin a step"), self._record.device_current():
@@ -256,10 +255,8 @@ class RecomputeAhead(Runtime):
         if not self._record.steps and self._before is not None:
             return self._before
         if not self._record.steps:
-            raise ScheduleError(
-                "no step has run yet\n  received: timeline() or report() before step()\n"
-                "  works:    schedule.step(x, target=y); then print(schedule.report())"
-            )
+            works = "schedule.step(x, target=y); then print(schedule.report())"
+            raise ScheduleError(str(Fault("no step has run yet", "timeline() or report() before step()", works)))
         with meeting(call, self._group, self._record.device):
             return self._gathered(self._group)
 

@@ -200,13 +200,13 @@ def _warn_of_replicas(live: Live, schedule: Schedule) -> None:
     """DDP hears of no backward that torch splits. Ends when it does."""
     for stage in stages_of(live) if splits(schedule) else ():
         if any(isinstance(module, DistributedDataParallel) for module in stage.submod.modules()):
-            warnings.warn(
-                "recompute_ahead: DistributedDataParallel does not reduce the gradients of split backwards\n"
-                f"  received: {schedule.name}, and stage {stage.stage_index}\n"
-                "  works:    fully_shard(block, reshard_after_forward=False) and fully_shard(stage_module); or after a "
-                "step, for x in module.parameters(): dist.all_reduce(x.grad, group=replicas), and divide",
-                stacklevel=4,
+            rule = "recompute_ahead: DistributedDataParallel does not reduce the gradients of split backwards"
+            works = (
+                "fully_shard(block, reshard_after_forward=False) and fully_shard(stage_module); or after a step, "
+                "for x in module.parameters(): dist.all_reduce(x.grad, group=replicas), and divide"
             )
+            fault = Fault(rule, f"{schedule.name}, and stage {stage.stage_index}", works)
+            warnings.warn(str(fault), stacklevel=4)
             return
 
 
@@ -218,14 +218,14 @@ def _warn_of_statistics(live: Live) -> None:
             continue
         for name, module in stage.submod.named_modules():
             if module.training and getattr(module, "track_running_stats", False):
-                warnings.warn(
+                rule = (
                     "recompute_ahead: torch finds the shapes of a later stage by running it on uninitialised memory, "
-                    "which running statistics take in\n"
-                    f"  received: stage {stage.stage_index}, with {type(module).__name__} {name!r}\n"
-                    f"  works:    {GIVEN_SHAPES}, on every rank, with example = "
-                    "torch.empty(rows, ..., requires_grad=True) of one micro-batch",
-                    stacklevel=4,
+                    "which running statistics take in"
                 )
+                received = f"stage {stage.stage_index}, with {type(module).__name__} {name!r}"
+                example = "torch.empty(rows, ..., requires_grad=True) of one micro-batch"
+                works = f"{GIVEN_SHAPES}, on every rank, with example = {example}"
+                warnings.warn(str(Fault(rule, received, works)), stacklevel=4)
                 return
 
 

@@ -50,10 +50,9 @@ def plain_regions_refused(stage: int, module: nn.Module) -> Iterator[None]:
             stack.enter_context(child.register_forward_pre_hook(look))
         yield
     if named and graded:
-        raise RegionError(
-            f"a region of torch.utils.checkpoint cannot be recomputed early, only one of torchckpt\n"
-            f"  received: stage {stage} runs {named[0]} inside one of torch.utils.checkpoint\n  works:    {_WORKS}"
-        )
+        rule = "a region of torch.utils.checkpoint cannot be recomputed early, only one of torchckpt"
+        received = f"stage {stage} runs {named[0]} inside one of torch.utils.checkpoint"
+        raise RegionError(str(Fault(rule, received, _WORKS)))
 
 
 def _uncompiled(module: nn.Module) -> Iterator[nn.Module]:
@@ -68,12 +67,9 @@ def warn_of_compiled_regions(stage: int, module: nn.Module) -> None:
     """Regions inside of a graph that Dynamo traces are torch's operators: nothing can recompute them early."""
     inside = list(_in_graphs(module, ""))
     if inside:
-        warnings.warn(
-            "recompute_ahead: a region inside of compiled code is not recomputed early\n"
-            f"  received: stage {stage}, with {inside[0]}{f', and {len(inside) - 1} more' if inside[1:] else ''}\n"
-            f"  works:    {_COMPILE}",
-            stacklevel=2,
-        )
+        rule = "recompute_ahead: a region inside of compiled code is not recomputed early"
+        received = f"stage {stage}, with {inside[0]}{f', and {len(inside) - 1} more' if inside[1:] else ''}"
+        warnings.warn(str(Fault(rule, received, _COMPILE)), stacklevel=2)
 
 
 def _in_graphs(module: nn.Module, name: str) -> Iterator[str]:
@@ -146,7 +142,7 @@ def raise_without_regions(stage: int, module: nn.Module, outputs: object, is_pla
             "for block in stage_module.layers: torchckpt.checkpoint_module(block); or "
             f"recompute_ahead(schedule, exempt={{({stage}, micro_batch), ...}})"
         )
-    raise RegionError(f"a stage that is to be recomputed has no region\n  received: {received}\n  works:    {works}")
+    raise RegionError(str(Fault("a stage that is to be recomputed has no region", received, works)))
 
 
 # split backwards ------------------------------------------------------------------------------------------------------
@@ -201,11 +197,11 @@ class LeftOut:
             )
 
     def _warn(self, what: str, received: str, works: str) -> None:
-        warnings.warn(
+        rule = (
             f"recompute_ahead: split backwards, as in torch, give no gradient to {what}; whole ones, which a plan may "
-            f"do in their place, give it\n  received: {received}\n  works:    {works}",
-            stacklevel=3,
+            "do in their place, give it"
         )
+        warnings.warn(str(Fault(rule, received, works)), stacklevel=3)
 
 
 def splits(schedule: Schedule) -> bool:
@@ -218,13 +214,13 @@ def warn_of_whole(stages: Iterable[LiveStage], schedule: Schedule, stacklevel: i
     FSDP2 and hooks of parameters see no end of a split one. Ends when they do."""
     for stage in stages if splits(schedule) else ():
         if what := only_whole(stage.submod):
-            warnings.warn(
+            rule = (
                 "recompute_ahead: a plan may do whole backwards in place of split ones, and gradients differ: in whole "
-                f"ones alone, in torch, {what}\n"
-                f"  received: {schedule.name}, and stage {stage.stage_index}\n"
-                "  works:    a schedule with whole backwards, such as ScheduleInterleaved1F1B; or none of that",
-                stacklevel=stacklevel,
+                f"ones alone, in torch, {what}"
             )
+            works = "a schedule with whole backwards, such as ScheduleInterleaved1F1B; or none of that"
+            fault = Fault(rule, f"{schedule.name}, and stage {stage.stage_index}", works)
+            warnings.warn(str(fault), stacklevel=stacklevel)
             return True
     return False
 
@@ -275,12 +271,12 @@ def failure_of(error: Exception, rank: str, action: str | None, finds_shapes: bo
         where = "after its last action, where torch waits for the end of its sends, and lists the losses"
     shapes = f"; torch runs later stages on uninitialised memory to find their shapes, unless {GIVEN_SHAPES}"
     first = _first_cause(error)
-    return ScheduleError(
-        f"a step of the pipeline failed on rank {rank}: {where}\n"
-        f"  received: {type(first).__name__}: {_shown(first)}\n"
-        "  works:    the step without that error; if it is one of communication, another rank failed before, and "
-        f"says at what itself{shapes if finds_shapes else ''}{remedy}"
+    rule = f"a step of the pipeline failed on rank {rank}: {where}"
+    works = (
+        "the step without that error; if it is one of communication, another rank failed before, and says at what "
+        f"itself{shapes if finds_shapes else ''}{remedy}"
     )
+    return ScheduleError(str(Fault(rule, f"{type(first).__name__}: {_shown(first)}", works)))
 
 
 def out_of_memory(error: Exception) -> str | None:

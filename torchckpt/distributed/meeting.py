@@ -19,6 +19,7 @@ from torchckpt.errors import (
     ArgumentError,
     BudgetInfeasible,
     CheckpointError,
+    Fault,
     ScheduleError,
     named,
     without_generators,
@@ -117,11 +118,9 @@ def together(purpose: str) -> Iterator[None]:
     except RuntimeError as error:
         if isinstance(error, CheckpointError):
             raise
-        raise ScheduleError(
-            f"the ranks could not {purpose}: rank {dist.get_rank()} did not hear from all others\n"
-            f"  received: {named(error)}\n"
-            "  works:    the same steps on every rank; another one failed before, and says at what itself"
-        ) from without_generators(error)
+        rule = f"the ranks could not {purpose}: rank {dist.get_rank()} did not hear from all others"
+        works = "the same steps on every rank; another one failed before, and says at what itself"
+        raise ScheduleError(str(Fault(rule, named(error), works))) from without_generators(error)
 
 
 def check_the_same(what: str, told: Sequence[tuple[str, str]]) -> None:
@@ -134,11 +133,9 @@ def check_the_same(what: str, told: Sequence[tuple[str, str]]) -> None:
     key, shown = told[0]
     for rank, (other, shown_there) in enumerate(told):
         if other != key:
-            raise ScheduleError(
-                f"the ranks do not have the same {what}\n"
-                f"  received: {shown} on rank 0, {shown_there} on rank {rank}\n"
-                f"  works:    recompute_ahead() with the same arguments on every rank"
-            )
+            received = f"{shown} on rank 0, {shown_there} on rank {rank}"
+            works = "recompute_ahead() with the same arguments on every rank"
+            raise ScheduleError(str(Fault(f"the ranks do not have the same {what}", received, works)))
 
 
 def _meet(call: str, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -152,11 +149,9 @@ def _meet(call: str, group: dist.ProcessGroup, device: torch.device) -> None:
 
 def _refusal(call: str, received: str) -> ScheduleError:
     name = call.removesuffix("()")
-    return ScheduleError(
-        f"schedule.{call} did not complete on every rank of the pipeline: it is collective\n"
-        f"  received: {received}\n"
-        f"  works:    {name} = schedule.{call} on every rank; then, on one: print({name})"
-    )
+    rule = f"schedule.{call} did not complete on every rank of the pipeline: it is collective"
+    works = f"{name} = schedule.{call} on every rank; then, on one: print({name})"
+    return ScheduleError(str(Fault(rule, received, works)))
 
 
 # what is told, as JSON: plain data, and the classes that are listed here ----------------------------------------------

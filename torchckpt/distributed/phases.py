@@ -156,11 +156,8 @@ class Measuring:
         except CheckpointError as error:
             return error
         except Exception as error:
-            return ArgumentError(
-                f"{_CALLER}: rank 0 could not make the plan\n"
-                f"  received: {named(error)}\n"
-                "  works:    plan=plan_pipeline(...), made in a process of its own"
-            )
+            works = "plan=plan_pipeline(...), made in a process of its own"
+            return ArgumentError(str(Fault(f"{_CALLER}: rank 0 could not make the plan", named(error), works)))
         return replace(fit, plan=replace(fit.plan, whole_step=WholeStep(fit.budget_bytes, fit.peak_bytes)))
 
 
@@ -225,11 +222,9 @@ class Following:
             asked = max(budget * budget / peak, self.fitted.least_bytes)
             works = _ASKED.format(enough(asked)) if asked < budget else "fewer micro-batches in flight, or smaller ones"
         stages = ", ".join(str(stage) for stage, of in enumerate(self.plan.schedule.placement) if of == rank)
-        return (
-            f"recompute_ahead: a step takes more than {rule}\n"
-            f"  received: rank {rank} (stages {stages}): {peak:.0f} bytes measured, {planned:.0f} planned, "
-            f"budget {budget:.0f}\n  works:    {works}"
-        )
+        taken = f"{peak:.0f} bytes measured, {planned:.0f} planned, budget {budget:.0f}"
+        received = f"rank {rank} (stages {stages}): {taken}"
+        return str(Fault(f"recompute_ahead: a step takes more than {rule}", received, works))
 
 
 def _measured_step(order: Schedule, levels_of_processes: Sequence[_Levels]) -> MeasuredStep:

@@ -17,7 +17,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.nn import Module
 
-from torchckpt.errors import CheckpointError
+from torchckpt.errors import CheckpointError, Fault
 from torchckpt.features import TESTED
 from torchckpt.tensors import runs_when_accumulated, tensors_in
 
@@ -38,11 +38,9 @@ try:
 
     OVERLAP = TorchKind.OVERLAP_F_B
 except (ImportError, AttributeError) as missing:
-    raise CheckpointError(
-        f"torchckpt.distributed needs something of torchckpt/distributed/private.py that this torch does not have\n"
-        f"  received: {missing}\n"
-        "  works:    pip install 'torch>=2.11', or the release of torchckpt that was made for this torch"
-    ) from missing
+    rule = "torchckpt.distributed needs something of torchckpt/distributed/private.py that this torch does not have"
+    works = "pip install 'torch>=2.11', or the release of torchckpt that was made for this torch"
+    raise CheckpointError(str(Fault(rule, str(missing), works))) from missing
 
 _ATTRIBUTES = ("_comp_type_to_function_map", "bwd_recv_ops", "fwd_recv_ops", "unshard_ops", "unsharded_stages")
 _METHODS = ("_prepare_schedule_with_comms", "_step_microbatches", "step", "eval")
@@ -53,12 +51,12 @@ def raise_unless_supported(schedule: object) -> None:
     lacking = [name for name in _ATTRIBUTES if not hasattr(schedule, name)]
     lacking += [name for name in _METHODS if not callable(getattr(schedule, name, None))]
     if lacking:
-        raise CheckpointError(
+        rule = (
             "this torch does not have the runtime of torch.distributed.pipelining that torch "
-            f"{TESTED[0]} to {TESTED[-1]} have\n"
-            f"  received: one without {', '.join(lacking)}\n"
-            "  works:    the release of torchckpt that was made for this torch"
+            f"{TESTED[0]} to {TESTED[-1]} have"
         )
+        works = "the release of torchckpt that was made for this torch"
+        raise CheckpointError(str(Fault(rule, f"one without {', '.join(lacking)}", works)))
 
 
 def stages_of(live: Live) -> list[LiveStage]:

@@ -31,7 +31,7 @@ from torchckpt.distributed.moving import AllMoved, Boundaries, Going
 from torchckpt.distributed.phases import FIRST_STEPS, Following, Measuring
 from torchckpt.distributed.private import Live, drop_handed, hooked_once
 from torchckpt.distributed.record import Gathered
-from torchckpt.errors import CheckpointError, ScheduleError, without_traceback
+from torchckpt.errors import CheckpointError, Fault, ScheduleError, without_traceback
 from torchckpt.measuring.link import MeasuredLink, measured_link
 from torchckpt.measuring.live import LiveBytes
 from torchckpt.measuring.record import with_seconds
@@ -102,11 +102,9 @@ class RecomputeWithin(RecomputeAhead):
         """
         is_measured = self._before is not None
         if isinstance(self._phase, Measuring) or (is_measured and not self._record.steps):
-            raise ScheduleError(
-                f"no step has followed a plan yet: it is made of the first {FIRST_STEPS}\n"
-                f"  received: report() after {FIRST_STEPS if is_measured else self._steps}\n"
-                f"  works:    print(schedule.report()) after step {FIRST_STEPS + 1}"
-            )
+            rule = f"no step has followed a plan yet: it is made of the first {FIRST_STEPS}"
+            received = f"report() after {FIRST_STEPS if is_measured else self._steps}"
+            raise ScheduleError(str(Fault(rule, received, f"print(schedule.report()) after step {FIRST_STEPS + 1}")))
         measured = self._measured("report()")
         fitted, steps = self._phase.fitted, tuple(map(_seconds_of, measured.spans))
         timeline, is_counted = self._planned_timeline(self._phase, measured)

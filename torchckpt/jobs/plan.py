@@ -295,15 +295,11 @@ def _refuse(job: Job, device_bytes: float) -> NoReturn:
     works = "a device with more memory, or more GPUs"
     if near is not None:
         works = ", ".join(f"{name}={new!r}" for name in _NAMES if (new := getattr(near, name)) != getattr(layout, name))
-    raise BudgetInfeasible(
+    rule = (
         f"the job does not fit: rank {rank} needs {enough(needed)} bytes, {MARGIN:.0%} of which are left to the "
-        f"allocator, and most of them {part}: {enough(size)}\n"
-        f"  received: {whole(device_bytes)} bytes\n"
-        f"  works:    {works}",
-        needed,
-        None,
-        rank,
+        f"allocator, and most of them {part}: {enough(size)}"
     )
+    raise BudgetInfeasible(str(Fault(rule, f"{whole(device_bytes)} bytes", works)), needed, None, rank)
 
 
 _NAMES = ("gpus", "tp", "pp", "dp", "micro_batch", "recompute", "state")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchckpt.errors import CheckpointError
+from torchckpt.errors import CheckpointError, Fault
 from torchckpt.layers.known import CALLER, KnownSteps
 from torchckpt.layers.plan import Wish, chosen
 from torchckpt.layers.took import Call, Took
@@ -85,9 +85,7 @@ class Agreement:
             try:
                 told += told_by_all(text, "layers", group, self._device, waits, stacklevel=8) or []
             except Absent as absent:
-                raise CheckpointError(
-                    f"{CALLER}: ranks that communicate inside of the chosen layers do not begin a step together\n"
-                    f"  received: a step on rank {group.rank()}, {absent}\n"
-                    "  works:    the same calls of the model on every rank, each with its backward"
-                ) from None
+                rule = f"{CALLER}: ranks that communicate inside of the chosen layers do not begin a step together"
+                works = "the same calls of the model on every rank, each with its backward"
+                raise CheckpointError(str(Fault(rule, f"a step on rank {group.rank()}, {absent}", works))) from None
         return [json.loads(each) for each in told]

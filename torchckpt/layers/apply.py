@@ -51,15 +51,12 @@ class PlannedLayers(LayersHandle, Drawn):
                 copy of the model, there never is one.
         """
         if self._steps is None:
-            raise CheckpointError(
-                f"{CALLER}: there is no plan: every call is recomputed without a budget, and in a copy of a model\n"
-                f"  received: report() or draw() there\n  works:    handle.remove(), and then {_WORKS}"
-            )
+            rule = f"{CALLER}: there is no plan: every call is recomputed without a budget, and in a copy of a model"
+            raise CheckpointError(str(Fault(rule, "report() or draw() there", f"handle.remove(), and then {_WORKS}")))
         if self.plan is None:
-            raise CheckpointError(
-                f"{CALLER}: there is no plan: with a budget it is made when the second step begins\n"
-                "  received: report() or draw() before that\n  works:    print(handle.report()) after some steps"
-            )
+            rule = f"{CALLER}: there is no plan: with a budget it is made when the second step begins"
+            works = "print(handle.report()) after some steps"
+            raise CheckpointError(str(Fault(rule, "report() or draw() before that", works)))
         return self.plan
 
     def _svg(self) -> str:

@@ -71,15 +71,14 @@ class Limit:
         least, name = plan.peak_bytes, "budget" if self.device_memory is None else "device_memory"
         given = plan.budget_bytes if self.device_memory is None else budget_bytes(self.device_memory, 0)
         where = "" if rank is None else f" on rank {rank}"
-        error = BudgetInfeasible(
+        rule = (
             f"the budget is too small: a step takes {enough(least)} bytes{where} even if it recomputes every chosen "
-            f"layer\n  received: {whole(max(plan.budget_bytes, 0.0))} bytes for it\n"
-            f"  works:    {name}={enough(max(least, needed_bytes) + given - plan.budget_bytes)} or more, more layers, "
-            "or smaller batches",
-            least,
-            plan,
-            rank,
+            "layer"
         )
+        needed = enough(max(least, needed_bytes) + given - plan.budget_bytes)
+        works = f"{name}={needed} or more, more layers, or smaller batches"
+        fault = Fault(rule, f"{whole(max(plan.budget_bytes, 0.0))} bytes for it", works)
+        error = BudgetInfeasible(str(fault), least, plan, rank)
         error.caller = CALLER
         return error
 

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from torchckpt.errors import CheckpointError, without_traceback
+from torchckpt.errors import CheckpointError, Fault, without_traceback
 from torchckpt.regions.devices import Clock, Stamp, on
 from torchckpt.regions.moved.arena import Piece
 from torchckpt.regions.moved.copies import copies_of
@@ -49,11 +49,9 @@ def measured_link(device: torch.device, size: int, meet: Meeting) -> MeasuredLin
         except CheckpointError as error:
             failure = without_traceback(error)
         except torch.OutOfMemoryError as error:
-            failure = CheckpointError(
-                f"{device} has no memory left to measure its link to the host\n"
-                f"  received: {str(error).splitlines()[0]}; three times {size:,} bytes were wanted\n"
-                "  works:    the same without host=, or smaller batches"
-            )
+            rule = f"{device} has no memory left to measure its link to the host"
+            received = f"{str(error).splitlines()[0]}; three times {size:,} bytes were wanted"
+            failure = CheckpointError(str(Fault(rule, received, "the same without host=, or smaller batches")))
         meet(failure)
         if failure is not None:
             raise without_traceback(failure)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import ScheduleError
+from torchckpt.errors import Fault, ScheduleError
 from torchckpt.modules import imported
 
 __all__ = ["ModelSettings", "Settings", "Shapes", "Signature", "shapes_of"]
@@ -133,13 +133,13 @@ def _autocast(kind: str) -> torch.dtype | None:
 
 
 _WORKS = (
-    "  works:    the same {} in every step; for others, new stages of the same modules, and with a schedule of these "
+    "the same {} in every step; for others, new stages of the same modules, and with a schedule of these "
     "stages: recompute_ahead(schedule, budget=...)"
 )
 _OF_PLAN = "those that the plan is for", "planned", _WORKS.format("shapes and flags")
 _BEFORE = (
     "one before, and a plan is for one of each stage", "before",
-    "  works:    a number of rows that n_microbatches divides, and the same shapes and flags in every step",
+    "a number of rows that n_microbatches divides, and the same shapes and flags in every step",
 )  # fmt: skip
 """What a micro-batch differs from, its name, and what works."""
 
@@ -157,10 +157,9 @@ class Signature(NamedTuple):
         if self != expected:
             is_long = self._shown() == expected._shown()
             than, name, works = _OF_PLAN if is_planned else _BEFORE
-            raise ScheduleError(
-                f"a micro-batch has other shapes or regions than {than}\n"
-                f"  received: {where}: {self._shown(is_long)}; {name}: {expected._shown(is_long)}\n{works}"
-            )
+            received = f"{where}: {self._shown(is_long)}; {name}: {expected._shown(is_long)}"
+            rule = f"a micro-batch has other shapes or regions than {than}"
+            raise ScheduleError(str(Fault(rule, received, works)))
 
     def _shown(self, is_long: bool = False) -> str:
         inputs = ", ".join(_shown(each, False, is_long) for each in self.inputs) or "unknown"
@@ -195,11 +194,11 @@ class Settings:
             words, planned = self._words(device), self._planned[1]
             names = (name for name in {**planned, **words} if words.get(name) != planned.get(name))
             first, *more = [*names] or ["a module"]
-            raise ScheduleError(
-                "a step has other settings than the one that was counted for the plan\n"
-                f"  received: {first} is {words.get(first, 'absent')}{f', and {len(more)} more' if more else ''}; "
-                f"planned: {planned.get(first, 'absent')}\n" + _WORKS.format("modes, and the same parameters trained,")
-            )
+            rule = "a step has other settings than the one that was counted for the plan"
+            seen = f"{first} is {words.get(first, 'absent')}{f', and {len(more)} more' if more else ''}"
+            received = f"{seen}; planned: {planned.get(first, 'absent')}"
+            works = _WORKS.format("modes, and the same parameters trained,")
+            raise ScheduleError(str(Fault(rule, received, works)))
 
     def counted(self) -> None:
         """The step had its bytes counted. The first such step is the one that the plan is for."""

@@ -86,12 +86,10 @@ class _Plain:
             replayed: dict[Name, Tensor] = getattr(replay, "skips", {})
             if name in replayed:
                 return replayed.pop(name)
-            raise RecomputationError(
-                "a layer that pops a skip is a region by itself, and at its replay the skip is gone\n"
-                f"  received: pop({name[1]!r}) in a replay\n"
-                "  works:    Pipe(..., checkpoint='always'), whose regions are stages; or a layer that pops, and then "
-                "calls checkpoint(block, x, skip)"
-            )
+            rule = "a layer that pops a skip is a region by itself, and at its replay the skip is gone"
+            layer = "a layer that pops, and then calls checkpoint(block, x, skip)"
+            works = f"Pipe(..., checkpoint='always'), whose regions are stages; or {layer}"
+            raise RecomputationError(str(Fault(rule, f"pop({name[1]!r}) in a replay", works)))
         if name not in self._kept:
             rule = "a skip is popped that no earlier layer has stashed, or that was popped before"
             raise_fault(Fault(rule, f"pop({name[1]!r})", f"stash({name[1]!r}, tensor) in an earlier layer"), "pop()")
@@ -271,17 +269,14 @@ class StageSkips:
             tensor = self._fetch(transfer) if argument is None else argument
             self._fetched[name] = tensor, version_of(tensor)
         if name not in self._fetched:
-            raise RecomputationError(
-                f"a replay pops a skip that its forward did not\n  received: pop({name[1]!r}), by {self.layer}\n"
-                "  works:    a forward that pops the same names each time"
-            )
+            rule, received = "a replay pops a skip that its forward did not", f"pop({name[1]!r}), by {self.layer}"
+            raise RecomputationError(str(Fault(rule, received, "a forward that pops the same names each time")))
         tensor, version = self._fetched[name]
         if version_of(tensor) != version:
-            raise RecomputationError(
-                f"a popped skip was changed in place: the replay would start from the changed tensor\n"
-                f"  received: {name[1]!r} at version {version_of(tensor)}; expected version {version}\n"
-                f"  works:    the operation out of place, such as x = pop({name[1]!r}) + 1"
-            )
+            rule = "a popped skip was changed in place: the replay would start from the changed tensor"
+            received = f"{name[1]!r} at version {version_of(tensor)}; expected version {version}"
+            works = f"the operation out of place, such as x = pop({name[1]!r}) + 1"
+            raise RecomputationError(str(Fault(rule, received, works)))
         return tensor
 
 

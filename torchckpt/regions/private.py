@@ -22,7 +22,7 @@ from torch.autograd import Function
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchckpt.errors import CheckpointError
+from torchckpt.errors import CheckpointError, Fault
 from torchckpt.features import warn_of_newer_torch
 from torchckpt.modules import is_compiled_function
 
@@ -71,11 +71,9 @@ try:
     _KINDS = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp", "cudnn", "mkldnn")
     _1, _2, _3, _4, _5, _6 = (getattr(torch._C, f"_get_{kind}_enabled") for kind in _KINDS)
 except (AttributeError, ImportError) as missing:
-    raise CheckpointError(
-        f"torchckpt needs something of torchckpt/regions/private.py that this torch does not have\n"
-        f"  received: {missing}\n"
-        "  works:    pip install 'torch>=2.11', or the release of torchckpt that was made for this torch"
-    ) from missing
+    rule = "torchckpt needs something of torchckpt/regions/private.py that this torch does not have"
+    works = "pip install 'torch>=2.11', or the release of torchckpt that was made for this torch"
+    raise CheckpointError(str(Fault(rule, str(missing), works))) from missing
 
 warn_of_newer_torch(torch.__version__)
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchckpt.errors import BudgetInfeasible, CheckpointError, check, without_generators
+from torchckpt.errors import BudgetInfeasible, CheckpointError, Fault, check, without_generators
 from torchckpt.measuring.live import Watch
 from torchckpt.measuring.remembered import LESS, NEAR, SHOWN, Discarded, Followed, Remembered
 from torchckpt.measuring.shapes import ModelSettings, shapes_of
@@ -148,10 +148,9 @@ class Within:
     def report(self) -> PlannedStep:
         known = self._followed
         if known is None or known.shown is None:
-            raise CheckpointError(
-                "Pipe: no step of a plan was counted yet: that is the third step of a shape\n"
-                "  received: report() or draw() before that\n  works:    print(pipe.report()) after three steps"
-            )
+            rule = "Pipe: no step of a plan was counted yet: that is the third step of a shape"
+            works = "print(pipe.report()) after three steps"
+            raise CheckpointError(str(Fault(rule, "report() or draw() before that", works)))
         (fitted, shown), peaks = known.shown, None
         timeline = measured_timeline(fitted.plan.step, shown.spans(fitted.plan.step.program.actions), in_bytes=True)
         if all(shown.levels):

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NoReturn
 
-from torchckpt.errors import BudgetInfeasible, called
+from torchckpt.errors import BudgetInfeasible, Fault, called
 from torchckpt.planning.budget import Limit, enough, whole
 from torchckpt.planning.order.schedule import Action, Schedule, Visit
 from torchckpt.planning.plan.away import bound_seconds, planned_away
@@ -106,14 +106,10 @@ def _refuse(problem: Problem) -> NoReturn:
         needed = [amount - of_rank for amount, of_rank in zip(needed, static)]
         limit, works = "device", f"DeviceMemory({least}) or more, more stages,"
         taken = f", of which parameters, gradients and optimizer state take {enough(static[rank])}"
-    raise BudgetInfeasible(
-        f"the {limit} is too small: rank {rank} needs {least} bytes even if it recomputes everything{host}\n"
-        f"  received: {whole(given[rank])} bytes for rank {rank}{taken}{also}\n"
-        f"  works:    {works} fewer micro-batches in flight, or smaller ones",
-        needs[rank],
-        planned(problem.within(needed)),
-        rank,
-    )
+    rule = f"the {limit} is too small: rank {rank} needs {least} bytes even if it recomputes everything{host}"
+    received = f"{whole(given[rank])} bytes for rank {rank}{taken}{also}"
+    fault = Fault(rule, received, f"{works} fewer micro-batches in flight, or smaller ones")
+    raise BudgetInfeasible(str(fault), needs[rank], planned(problem.within(needed)), rank)
 
 
 _PLANNED = 3

@@ -175,11 +175,9 @@ class Call:
         assert self._contexts is not None
         context = self._contexts[1]
         if context is None:
-            raise RecomputationError(
-                "the context of a replay was entered before, and is entered once\n"
-                f"  received: a second replay of region {name_of(self.function)}, whose first one raised\n"
-                "  works:    a new forward; or context_fn=None"
-            )
+            rule = "the context of a replay was entered before, and is entered once"
+            received = f"a second replay of region {name_of(self.function)}, whose first one raised"
+            raise RecomputationError(str(Fault(rule, received, "a new forward; or context_fn=None")))
         self._contexts = self._contexts[0], None
         return context
 

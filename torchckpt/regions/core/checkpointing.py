@@ -81,12 +81,10 @@ def refuse_transforms() -> None:
     """Raise ``TransformError`` inside a transform that regions do not support."""
     # autograd would not raise here: torch.func.grad silently ignores the saved-tensor hooks.
     if functorch_is_active() or forward_ad._current_level >= 0:
-        raise TransformError(
-            "a region cannot be entered under vmap, jvp, torch.func.grad or forward-mode AD\n"
-            "  received: a call inside such a transform\n"
-            "  works:    block(x) itself inside the transform; or torch.autograd.grad, double backward included, "
-            "through checkpoint(block, x)"
-        )
+        rule = "a region cannot be entered under vmap, jvp, torch.func.grad or forward-mode AD"
+        through = "through checkpoint(block, x)"
+        works = f"block(x) itself inside the transform; or torch.autograd.grad, double backward included, {through}"
+        raise TransformError(str(Fault(rule, "a call inside such a transform", works)))
 
 
 def checkpoint(
@@ -237,10 +235,8 @@ class Checkpointing:
         if torch.compiler.is_dynamo_compiling():
             return outside(self.checkpoint)
         if self._call is None:
-            raise RegionError(
-                "the region has run its forward already\n  received: a second checkpoint()\n"
-                "  works:    torchckpt.Checkpointing(function, *args).checkpoint(), a new region for each forward"
-            )
+            works = "torchckpt.Checkpointing(function, *args).checkpoint(), a new region for each forward"
+            raise RegionError(str(Fault("the region has run its forward already", "a second checkpoint()", works)))
         (function, args, kwargs), self._call = self._call, None
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
@@ -297,10 +293,9 @@ class Checkpointing:
 
     def _must_have_run(self, call: str) -> None:
         if self._call is not None:
-            raise RegionError(
-                f"the region has not run its forward yet\n  received: {call} before checkpoint()\n"
-                "  works:    outputs = region.checkpoint(); outputs = region.recompute(outputs); region.prefetch()"
-            )
+            rule, received = "the region has not run its forward yet", f"{call} before checkpoint()"
+            works = "outputs = region.checkpoint(); outputs = region.recompute(outputs); region.prefetch()"
+            raise RegionError(str(Fault(rule, received, works)))
 
 
 def _passed(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
-from torchckpt.errors import RecomputationError
+from torchckpt.errors import Fault, RecomputationError
 from torchckpt.modules import name_of
 from torchckpt.regions.core.slots import Slot, describe
 from torchckpt.regions.places import Place, holders_behind, operation_of, shown_line
@@ -92,12 +92,13 @@ def _made(operation: str, place: Place | None) -> str:
 
 def compiled_anew(function: Function) -> RecomputationError:
     """The error for a replay inside of which code was compiled, with nothing to compare what it saves with."""
-    return RecomputationError(
+    rule = (
         f"the replay of region {name_of(function)} compiled code that its forward found compiled: nothing tells "
-        "whether the new graph saves what the old one did\n"
-        "  received: a compilation inside of a replay, as after torch._dynamo.reset(), or where a guard fails there\n"
-        '  works:    the step again, from its forward; or checkpoint(function, x, determinism_check="values")'
+        "whether the new graph saves what the old one did"
     )
+    received = "a compilation inside of a replay, as after torch._dynamo.reset(), or where a guard fails there"
+    works = 'the step again, from its forward; or checkpoint(function, x, determinism_check="values")'
+    return RecomputationError(str(Fault(rule, received, works)))
 
 
 def keeps_differently(function: Function, number: int, forward: str, replay: str) -> RecomputationError:

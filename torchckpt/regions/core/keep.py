@@ -83,11 +83,9 @@ def keep(function: Function, /, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
     if functorch_is_active() or forward_ad._current_level >= 0:  # hooks are disabled there
         if any(local.thread.flags[:2]):
-            raise TransformError(
-                "nothing can be kept under vmap, jvp or torch.func.grad: a result would not outlive them\n"
-                "  received: torchckpt.keep inside such a transform, inside a region\n"
-                "  works:    the transform inside what is kept, keep(torch.vmap(router), x)"
-            )
+            rule = "nothing can be kept under vmap, jvp or torch.func.grad: a result would not outlive them"
+            works = "the transform inside what is kept, keep(torch.vmap(router), x)"
+            raise TransformError(str(Fault(rule, "torchckpt.keep inside such a transform, inside a region", works)))
         return function(*args, **kwargs)
     level = level_of(hooks_entered())
     if level.replayed is None and not level.recording:

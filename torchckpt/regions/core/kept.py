@@ -191,11 +191,10 @@ class _NoBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:
-        raise RecomputationError(
-            "a backward inside of a region cannot go through what torchckpt.keep keeps\n"
-            f"  received: the gradient of a result of {name_of(ctx.function)}, in a replay\n"
-            "  works:    the function, and the backward through it, in one keep(); or the function without keep()"
-        )
+        rule = "a backward inside of a region cannot go through what torchckpt.keep keeps"
+        received = f"the gradient of a result of {name_of(ctx.function)}, in a replay"
+        works = "the function, and the backward through it, in one keep(); or the function without keep()"
+        raise RecomputationError(str(Fault(rule, received, works)))
 
 
 _no_backward = apply_of(_NoBackward)
@@ -258,11 +257,10 @@ def _write(function: Function, value: Tensor, tensor: Tensor, requires_grad: boo
 
 
 def _other_arguments(function: Function) -> RecomputationError:
-    return RecomputationError(
-        "the replay of a region called torchckpt.keep on other tensors than its forward\n"
-        f"  received: {name_of(function)} with other arguments, or holding others, or with one that it resizes\n"
-        "  works:    what it needs as arguments, keep(router, x), of the same shapes each time"
-    )
+    rule = "the replay of a region called torchckpt.keep on other tensors than its forward"
+    received = f"{name_of(function)} with other arguments, or holding others, or with one that it resizes"
+    works = "what it needs as arguments, keep(router, x), of the same shapes each time"
+    return RecomputationError(str(Fault(rule, received, works)))
 
 
 # buffers ------------------------------------------------------------------------------------------------------------

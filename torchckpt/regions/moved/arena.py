@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchckpt.errors import CheckpointError
+from torchckpt.errors import CheckpointError, Fault
 
 __all__ = ["Arena", "Piece"]
 
@@ -101,12 +101,11 @@ class Arena:
         try:
             chunk = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._device.type != "cpu")
         except RuntimeError as error:
-            raise CheckpointError(
-                f"the host has no pinned memory for what {self._device} sends there\n"
-                f"  received: {str(error).splitlines()[0]}; {size:,} bytes were wanted, beside {self.bytes:,} bytes\n"
-                '  works:    a smaller host=; or fewer layers, offload_layers(model, "layers.*", every=2); or a higher '
-                "limit, ulimit -l"
-            ) from error
+            rule = f"the host has no pinned memory for what {self._device} sends there"
+            received = f"{str(error).splitlines()[0]}; {size:,} bytes were wanted, beside {self.bytes:,} bytes"
+            fewer = 'offload_layers(model, "layers.*", every=2)'
+            works = f"a smaller host=; or fewer layers, {fewer}; or a higher limit, ulimit -l"
+            raise CheckpointError(str(Fault(rule, received, works))) from error
         self._chunks.append(chunk)
         self._rests.append(chunk)
         self.bytes += size

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchckpt.errors import RecomputationError
+from torchckpt.errors import Fault, RecomputationError
 from torchckpt.regions.core.slots import Slot, describe
 from torchckpt.regions.moved.copies import Bytes, goes_from
 from torchckpt.regions.private import negated, set_version, storage_key
@@ -59,11 +59,10 @@ class MovedSlot(Slot):
     def unpack(self) -> Tensor:
         for storage in self.storages:
             if storage.is_resized:
-                raise RecomputationError(
-                    "the storage of a saved tensor has got another size, or other memory, before it was let go of\n"
-                    f"  received: the {describe(self)}, saved inside a region of torchckpt.offload\n"
-                    "  works:    a new tensor in place of storage.resize_; or the same after the backward"
-                )
+                rule = "the storage of a saved tensor has got another size, or other memory, before it was let go of"
+                received = f"the {describe(self)}, saved inside a region of torchckpt.offload"
+                works = "a new tensor in place of storage.resize_; or the same after the backward"
+                raise RecomputationError(str(Fault(rule, received, works)))
             storage.copies.fetch([storage])  # late, if it is on the host
             storage.wait()
         if self._again is None:

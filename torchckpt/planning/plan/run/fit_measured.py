@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from statistics import median
 
-from torchckpt.errors import BudgetInfeasible
+from torchckpt.errors import BudgetInfeasible, Fault
 from torchckpt.planning.budget import Bytes, bytes_per_rank, enough, whole
 from torchckpt.planning.draw.units import Units, aligned
 from torchckpt.planning.order.schedule import Action, Schedule
@@ -210,14 +210,10 @@ def _excess(peak_bytes: float, limit_bytes: float) -> float:
 def _too_small(least: Fitted) -> BudgetInfeasible:
     limits, peaks = least.budget_bytes, least.peak_bytes
     rank = max(range(len(limits)), key=lambda rank: _excess(peaks[rank], limits[rank]))
-    return BudgetInfeasible(
-        f"the budget is too small: rank {rank} takes {enough(peaks[rank])} bytes even if it recomputes everything\n"
-        f"  received: {whole(limits[rank])} bytes for rank {rank}\n"
-        f"  works:    budget={enough(peaks[rank])} or more, or fewer micro-batches in flight, or smaller ones",
-        peaks[rank],
-        least.plan,
-        rank,
-    )
+    needed, received = enough(peaks[rank]), f"{whole(limits[rank])} bytes for rank {rank}"
+    rule = f"the budget is too small: rank {rank} takes {needed} bytes even if it recomputes everything"
+    works = f"budget={needed} or more, or fewer micro-batches in flight, or smaller ones"
+    return BudgetInfeasible(str(Fault(rule, received, works)), peaks[rank], least.plan, rank)
 
 
 @dataclass(frozen=True)
