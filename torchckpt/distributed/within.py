@@ -267,7 +267,8 @@ class RecomputeWithin(RecomputeAhead):
             copies.arena.begin_peak()
         if self._phase.counts(self._steps):
             gc.collect()  # what is freed in the middle of the step would count as freed by it
-            self._live_bytes = LiveBytes(self._record.device, not self._is_compiled())
+            is_compiled = any(are_compiled(module.modules()) for module in modules.values())
+            self._live_bytes = LiveBytes(self._record.device, looks=not is_compiled)
             self._gradient_bytes = gradient_bytes({number: each.parameters() for number, each in modules.items()})
 
     def _run(self, order: Schedule) -> None:
@@ -338,9 +339,6 @@ class RecomputeWithin(RecomputeAhead):
         """Whether stages of this rank share parameters."""
         each = [set(stage.submod.parameters()) for stage in self._stage_by_index.values()]
         return sum(map(len, each)) > len(set().union(*each))
-
-    def _is_compiled(self) -> bool:
-        return any(are_compiled(stage.submod.modules()) for stage in self._stage_by_index.values())
 
     def _out_of_memory(self, text: str) -> str:
         steps = "the first steps, which recompute everything, take"

@@ -148,7 +148,8 @@ class Rematerialized(Planned, nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set the attribute on the original, whose forward reads it; the next call is then traced anew. A wrapper of
         this module's own forward, as accelerate adds for autocast, is set on this module."""
-        is_own = name in ("training", "__class__", "forward") or _is_bound_to(self, value)
+        is_method = isinstance(value, types.MethodType) and value.__self__ is self
+        is_own = is_method or name in ("training", "__class__", "forward")
         if "original" in self.__dict__ and name not in self.__dict__ and not is_own:
             setattr(self.original, name, value)
         else:
@@ -183,10 +184,6 @@ class Rematerialized(Planned, nn.Module):
 
     def _replicate_for_data_parallel(self) -> None:
         refuse_copies()
-
-
-def _is_bound_to(module: nn.Module, value: Any) -> bool:
-    return isinstance(value, types.MethodType) and value.__self__ is module
 
 
 def _class_for(model: nn.Module) -> type[Rematerialized]:

@@ -264,9 +264,12 @@ class StageCall(NamesModules):
         if copied:
             tensors = tuple(copy_of(tensor) if n in copied else tensor for n, tensor in enumerate(tensors))
         if is_forward:
-            self._views = frozenset(n for n in self._views if is_graded and _can_be_view(tensors[n]))
+            wanted = self._views if is_graded else ()
+            self._views = frozenset(n for n in wanted if has_strides(x := tensors[n]) and not x._is_view())
         if self._views:
-            tensors = tuple(_view_of(tensor) if n in self._views else tensor for n, tensor in enumerate(tensors))
+            # view_as() may change the stride of a dimension of size one.
+            views = {n: copy_attributes(tensors[n], tensors[n][...]) for n in self._views}
+            tensors = tuple(views.get(n, tensor) for n, tensor in enumerate(tensors))
         if copied or self._views:
             args, kwargs = put_back(tensors)
         if not is_forward or self._shared is None:
@@ -303,14 +306,6 @@ class StageCall(NamesModules):
         received = f"tensor {place} of {self._stage.__qualname__}, changed by {layer}: {why}"
         works = "the operation out of place, such as ReLU(inplace=False) or x = x + 1"
         raise_fault(Fault(rule, received, works), "Pipe")
-
-
-def _view_of(tensor: Tensor) -> Tensor:
-    return copy_attributes(tensor, tensor[...])  # view_as() may change the stride of a dimension of size one
-
-
-def _can_be_view(tensor: Tensor) -> bool:
-    return has_strides(tensor) and not tensor._is_view()
 
 
 def _mode_of(call: StageCall, tensors: Sequence[Tensor]) -> Mode:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from functools import lru_cache, partial
 from itertools import pairwise
 from types import CodeType, FrameType, FunctionType, MethodType
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +69,8 @@ class Call:
         self._options = options
         self._boundary = Boundary(args, kwargs)
         if self._boundary.spec is not None and (iterators := self._boundary.iterators()):
-            _refuse(iterators[0])
+            rule = "an argument is an iterator, of which a replay gets only what the forward has left"
+            raise_fault(Fault(rule, f"a {kind(iterators[0])}", "checkpoint(function, x, list(parts))"), "checkpoint")
         self._contexts: _Contexts | None = None if options.context_fn is None else _contexts(options.context_fn)
         self._draws: Draws | None = None
         self._entry: SyncPoint | None = None
@@ -265,11 +266,6 @@ def inside(context: AbstractContextManager[Any], function: Function) -> Function
             return function(*args, **kwargs)
 
     return run
-
-
-def _refuse(iterator: object) -> NoReturn:
-    rule = "an argument is an iterator, of which a replay gets only what the forward has left"
-    raise_fault(Fault(rule, f"a {kind(iterator)}", "checkpoint(function, x, list(parts))"), "checkpoint")
 
 
 def _contexts(make: ContextFunction) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
