@@ -86,7 +86,7 @@ def _event(call: ast.Call) -> str:
 
 CALLS: dict[str, tuple[str, _Without]] = {
     "wait": ("wait", _wait),
-    "_wait": ("wait", _always("None")),
+    "wait_for": ("wait", _always("None")),
     "hold": ("wait", _always("None")),
     "wait_event": ("wait", _always("None")),
     "wait_stream": ("wait", _always("None")),
@@ -94,7 +94,7 @@ CALLS: dict[str, tuple[str, _Without]] = {
     "synchronize": ("wait", _always("None")),
     "SyncPoint": ("event", _always("None")),
     "record_event": ("event", _event),
-    "_mark": ("event", _always("None")),
+    "mark": ("event", _always("None")),
     "record": ("event", lambda call: "None" if isinstance(call.func, ast.Attribute) else None),
     "record_stream": ("record_stream", _always("None")),
     "_record": ("record_stream", _always("None")),

@@ -17,7 +17,7 @@ from torchckpt.tensors import tensors_in
 
 __all__ = [
     "Clock", "Stamp", "SyncPoint", "accelerator_type", "accelerators_among", "accelerators_of",
-    "current_accelerators", "on",
+    "current_accelerators", "mark", "on", "wait_for",
 ]
 
 
@@ -60,6 +60,17 @@ def _on(stream: torch.Stream) -> Iterator[None]:
     # Entering a stream that is already current on its device does not select the device.
     with torch.accelerator.device_index(stream.device_index), stream:
         yield
+
+
+def mark(stream: torch.Stream | None) -> torch.Event | None:
+    """The end of what ``stream`` has to do so far. A device without streams has done it."""
+    return None if stream is None else stream.record_event()
+
+
+def wait_for(stream: torch.Stream | None, event: torch.Event | None) -> None:
+    """Let ``stream`` wait for ``event``; nothing, if one of them is none."""
+    if stream is not None and event is not None:
+        stream.wait_event(event)
 
 
 class SyncPoint:

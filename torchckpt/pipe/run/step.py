@@ -50,7 +50,7 @@ from torchckpt.planning.step.placement import without
 from torchckpt.planning.step.simulated import step_of
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.nodes import checkpoint
-from torchckpt.regions.devices import on
+from torchckpt.regions.devices import mark, on, wait_for
 from torchckpt.regions.private import use_count
 from torchckpt.tensors import tensors_of
 
@@ -84,25 +84,20 @@ class AsyncCopy:
     def __init__(self, tensor: Tensor, source: CopyStreams) -> None:
         self._source = source
         (self._tensor,) = wait(source.place.compute, source.leaving, (tensor.detach(),))
-        self._ready = _reached(source.leaving)
+        self._ready = mark(source.leaving)
 
     def sent(self, target: CopyStreams) -> AsyncCopy:
         """Start the copy to ``target``."""
         if self._source.place != target.place:
             source = self._source
             (self._tensor,) = copy(source.place, source.leaving, target.place, target.arriving, (self._tensor,))
-            self._ready = _reached(target.arriving)
+            self._ready = mark(target.arriving)
         return self
 
     def arrived(self, place: Place) -> Tensor:
         """The tensor, for work that is launched at ``place`` from now on: its compute stream waits for the copy."""
-        if self._ready is not None and place.compute is not None:
-            place.compute.wait_event(self._ready)
+        wait_for(place.compute, self._ready)
         return self._tensor.detach()
-
-
-def _reached(stream: torch.Stream | None) -> torch.Event | None:
-    return None if stream is None else stream.record_event()
 
 
 class CutTensor:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchckpt.regions.devices import Clock, Stamp, accelerator_type, on
+from torchckpt.regions.devices import Clock, Stamp, accelerator_type, mark, on, wait_for
 from torchckpt.regions.moved.arena import Arena, Piece
 from torchckpt.regions.private import storage_key
 
@@ -92,7 +92,7 @@ class Bytes:
 
     def __del__(self) -> None:
         for stream in () if self.is_waited_for else self.streams:
-            _wait(stream, self.came)  # [7]
+            wait_for(stream, self.came)  # [7]
         self.stay()
 
 
@@ -123,10 +123,10 @@ class Copies:
     def hold(self, compute: torch.Stream | None, event: torch.Event | None) -> None:
         """Let ``compute`` wait for the end of a copy."""
         if self.waits is None or event is None:
-            _wait(compute, event)
+            wait_for(compute, event)
         else:
             start = self.clock.stamp(compute)
-            _wait(compute, event)
+            wait_for(compute, event)
             self.waits.append((start, self.clock.stamp(compute)))
 
     def waited_seconds(self) -> float:
@@ -156,12 +156,12 @@ class Copies:
     def _queue(self, sources: Sequence[Bytes], pieces: Sequence[Piece]) -> torch.Event | None:
         """Queue copies to the host; their end."""
         for stream in dict.fromkeys(stream for each in sources for stream in each.streams):
-            _wait(self.out, _mark(stream))  # [1]
+            wait_for(self.out, mark(stream))  # [1]
         with on(self.out):
             for each, piece in zip(sources, pieces):
-                _wait(self.out, piece.read)  # [2]
+                wait_for(self.out, piece.read)  # [2]
                 piece.bytes[: each.size].copy_(each.memory, non_blocking=True)
-        return _mark(self.out)
+        return mark(self.out)
 
     def fetch(self, targets: Iterable[Bytes]) -> None:
         """Queue the copies back of those that are away, in this order."""
@@ -170,24 +170,15 @@ class Copies:
             return
         memories = [torch.empty(each.size, dtype=torch.uint8, device=self.device) for each, _ in away]
         compute = self.current()
-        _wait(self.back, _mark(compute))  # [4]
+        wait_for(self.back, mark(compute))  # [4]
         with on(self.back):
             for (each, piece), memory in zip(away, memories):
-                _wait(self.back, each.sent)  # [5]
+                wait_for(self.back, each.sent)  # [5]
                 memory.copy_(piece.bytes[: each.size], non_blocking=True)
-                each.came, each.is_waited_for = _mark(self.back), False
+                each.came, each.is_waited_for = mark(self.back), False
                 each.memory, each.streams = memory, () if compute is None else (compute,)
                 each.is_away, each.is_back = False, True
                 self.arena.last_read = each.came
-
-
-def _mark(stream: torch.Stream | None) -> torch.Event | None:
-    return None if stream is None else stream.record_event()
-
-
-def _wait(stream: torch.Stream | None, event: torch.Event | None) -> None:
-    if stream is not None and event is not None:
-        stream.wait_event(event)
 
 
 @functools.cache
