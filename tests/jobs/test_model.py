@@ -23,7 +23,7 @@ def test_experts_by_hand():
     model = Model("", 3, 8, 2, 32, 100, experts=4, active=2, shared=1, expert_ffn=16, dense_layers=1)
     attention, router, expert = 4 * 8 * 8 + 2 * 8, 8 * 4, 3 * 8 * 16
     assert model.parameters == 3 * attention + 3 * 8 * 32 + 2 * (router + 5 * expert) + 1600 + 8
-    assert model.active_parameters == 3 * attention + 3 * 8 * 32 + 2 * (router + 3 * expert) + 800
+    assert model.active_parameters == 3 * attention + 3 * 8 * 32 + 2 * (router + 3 * expert) + 800 + 8
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
