@@ -97,6 +97,7 @@ def test_the_search(capsys, tmp_path):
         (("--model", "llama3-8b", "--gpus", "8"), "--model is given without --device"),
         ((*JOB[1:], "--schedule", "all"), "--schedule all is given with --model; works: --search"),
         (("--model", "lama", *JOB[3:]), "received: --model lama; the nearest are "),
+        (("--model", "my lama.json", *JOB[3:]), "; received: --model my lama.json; works: --model config.json"),
         ((*JOB[1:], "--dp", "3"), "received: tp 1 x cp 1 x pp 1 x dp 3 = 3, --gpus 64; works: --gpus 3"),
         ((*JOB[1:], "--tp", "64", "--pp", "2"), "the GPUs are not tp x cp x pp x dp"),
         ((*JOB[1:], "--tp", "4", "--policy", "none"), "the job does not fit: rank 0 needs "),

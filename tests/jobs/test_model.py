@@ -57,9 +57,10 @@ def _parameters(config):
         return sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
 
 
-def test_a_file_with_the_sizes_of_a_model(tmp_path):
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_a_file_with_the_sizes_of_a_model(tmp_path, encoding):
     path = tmp_path / "own.json"
-    path.write_text(json.dumps({"layers": 2, "hidden": 8, "heads": 2, "ffn": 32, "vocab": 100}))
+    path.write_text(json.dumps({"layers": 2, "hidden": 8, "heads": 2, "ffn": 32, "vocab": 100}), encoding=encoding)
     assert model_named(str(path)) == Model("own", 2, 8, 2, 32, 100)
 
 

@@ -142,9 +142,8 @@ def _in_options(text: str) -> str:
         return re.sub(r"\w+", lambda name: option(name[0]), match[0])
 
     text = re.sub(r"(?<=other values of )[\w, ]+$", listed, text)
-    return re.sub(
-        rf"\b({names}|model)=[\"']?([\w.\-/]+)[\"']?", lambda match: f"{option(match[1])} {match[2]}", text
-    )
+    value = r"([\"'])?((?(2).*?|[\w.\-/]+))(?(2)\2)"
+    return re.sub(rf"\b({names}|model)={value}", lambda match: f"{option(match[1])} {match[3]}", text)
 
 
 class _Progress:
