@@ -90,7 +90,7 @@ def test_the_search(capsys, tmp_path):
         (("--tp", "3"), "--tp is given without --model; works: plan --model llama3-70b"),
         (("--search",), "--search is given without --model"),
         (("--schedule", "zb-2p"), "--schedule zb-2p is given without --model; works: plan --model llama3-70b"),
-        (("--model", "llama3-8b", "--gpus", "2000000", *JOB[5:]), "received: --gpus 2000000; works: --gpus 64"),
+        (("--model", "llama3-8b", "--gpus", "2000000", *JOB[5:]), "received: --gpus 2000000; works: --gpus 1048576"),
         ((*JOB[1:], "--blocks", "8"), "--blocks is given with --model, which says what stages are and take"),
         ((*JOB[1:], "--profile"), "--profile is given with --model, which says what stages are and take"),
         ((*JOB[1:], "examples.plan_llama:stages"), "MODULE:FUNCTION is given with --model"),

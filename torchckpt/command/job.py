@@ -113,7 +113,10 @@ def _layout(options: argparse.Namespace) -> Layout:
     named = {name: getattr(options, name) for name in _COUNTS if name != "node" and getattr(options, name) is not None}
     split = [named.get(name, 1) for name in ("tp", "cp", "pp")]
     ranks = split[0] * split[1] * split[2]
-    named.setdefault("dp", min(max(1, options.gpus // ranks), 2**20))  # of more GPUs, these are the fault
+    if "dp" not in named and options.gpus // ranks > 2**20:  # as many as a layout may have
+        raise Unusable(f"there are more replicas than {2**20}; received: --gpus {options.gpus}; works: --gpus "
+                       f"{ranks * 2**20}")
+    named.setdefault("dp", max(1, options.gpus // ranks))
     state = options.sharding or "zero1"
     schedule = options.schedule or "1f1b"
     if schedule == "all":

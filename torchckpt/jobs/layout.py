@@ -29,7 +29,7 @@ _CHOICES = {
     ),
 }  # fmt: skip
 _RANGES = {
-    "gpus": (64, 2**20), **dict.fromkeys(("tp", "cp", "ep", "pp", "dp", "chunks", "ahead", "shards"), (1, 2**20)),
+    "gpus": (64, 10**9), **dict.fromkeys(("tp", "cp", "ep", "pp", "dp", "chunks", "ahead", "shards"), (1, 2**20)),
     "micro_batch": (1, 10**12), "global_batch": (256, 10**12), "sequence": (8192, 10**12), "recomputed_share": (0.5, 1),
     **dict.fromkeys(("parameter_bytes", "gradient_bytes", "reduce_bytes", "loss_bytes"), (4, 1000)),
     "optimizer_bytes": (12, 1000),
