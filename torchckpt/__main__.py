@@ -8,11 +8,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from torchckpt.command import balance, env, fit, memory, plan, simulate
-from torchckpt.command.shared import Parser, check_apart, in_options, line, tell
-from torchckpt.errors import CheckpointError
-from torchckpt.notices import notice
-from torchckpt.version import __version__
+try:
+    from torchckpt.command import balance, env, fit, memory, plan, simulate
+    from torchckpt.command.shared import Parser, check_apart, in_options, line, tell
+    from torchckpt.errors import CheckpointError
+    from torchckpt.notices import notice
+    from torchckpt.planning.plan.pipeline import Interrupted
+    from torchckpt.version import __version__
+except KeyboardInterrupt:  # there is nothing to tell yet
+    sys.exit(130)
 
 __all__ = ["main"]
 
@@ -44,10 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = in_options(line(error), of_model=getattr(options, "target", None) is not None)
         tell(f"{name}: error: {text}")
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         if options.command == "memory":  # the script's, as of python
             raise
-        tell(f"{name}: interrupted")
+        tell(f"{name}: interrupted" + "; this is the best plan so far" * isinstance(stop, Interrupted))
         return 130
     finally:
         long.cancel()

@@ -264,6 +264,7 @@ class Run:
             loss_bytes=self._loss_bytes,
             resharded=self.zero_stage != 2,
             overlaps_reduce=not any(word in self._framework for word in ("deepspeed", "(2021)", "(2022)")),
+            scatters=any(word in self._framework for word in ("deepspeed", "(2021)", "(2022)", "paddle")),
             async_tp=self.overlap_notes == "async TP",
             offloads="offload" in self.levers,
             regathers=not self._is_torch,

@@ -14,6 +14,7 @@ from tests.planning.plan.published import CASES
 from torchckpt.__main__ import main
 from torchckpt.planning import named_schedule, to_csv
 from torchckpt.planning.plan import PipelinePlan, plan_pipeline
+from torchckpt.planning.plan.search.candidates import Search
 
 SMALL = ("plan", "--schedule", "1f1b", "--stages", "4", "--microbatches", "8", "--blocks", "8,8,8,7")
 COSTS = ("--forward", "1", "--backward", "2", "--weight-grad", "1", "--recompute", "1", "--saved", "1")
@@ -25,6 +26,54 @@ def test_the_line_that_people_quote(capsys):
         "step 283.0, +6.8 % over keeping all (bound +6.8 %); recomputing all +32.5 %, "
         "the same 5 blocks on every stage +20.8 %"
     )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (*A, "--budget", "30%"), (*A, "--budget", "30%", "--balance"),
+        (*A, "--budget", "30%", "--host", "4", "--host-link", "0.5"),
+        ("plan", "--schedule", "all", *A[3:], "--budget", "40%"),
+        ("plan", "--model", "llama3-8b", "--gpus", "8", "--device", "h100", "--pp", "4", "--global-batch", "32",
+         "--device-memory", "42GB"),
+    ],
+    ids=["one", "balance", "host", "all", "job"],
+)  # fmt: skip
+def test_an_interrupt_leaves_the_best_plan_so_far(monkeypatch, capsys, arguments):
+    simulated, times = Search._simulated, iter(range(10**6))
+
+    def second(*rest):
+        if next(times) == 1:
+            raise KeyboardInterrupt
+        return simulated(*rest)
+
+    monkeypatch.setattr(Search, "_simulated", second)
+    assert main([*arguments, "--json"]) == 130
+    printed, told = capsys.readouterr()
+    assert next(times) == 2
+    assert told == "python -m torchckpt plan: interrupted; this is the best plan so far\n"
+    plan = PipelinePlan.from_json(json.dumps(json.loads(printed)["plan"]))
+    assert max(plan.peak_bytes) <= max(plan.problem.budget_bytes)
+    assert plan.recomputed_share > 0
+
+
+def test_an_interrupt_before_a_plan_is_one_line(monkeypatch, capsys):
+    def first(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Search, "_simulated", first)
+    assert main([*A, "--budget", "30%"]) == 130
+    assert capsys.readouterr() == ("", "python -m torchckpt plan: interrupted\n")
+
+
+def test_an_interrupt_of_the_imports_is_no_traceback():
+    code = (
+        "import sys\nclass Finder:\n  def find_spec(self, name, *_):\n"
+        "    if name == 'torchckpt.command.fit': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Finder())\nfrom torchckpt.__main__ import main"
+    )
+    ended = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
 
 
 def test_json_says_what_the_plan_says(capsys):

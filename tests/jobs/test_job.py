@@ -68,6 +68,19 @@ def test_a_step_of_1f1b_without_a_head_and_messages():
     assert one.step_seconds - one.once_seconds == pytest.approx(16 * 4 * layers, rel=0.01)
 
 
+def test_messages_between_stages():
+    """A rank of ``tp`` sends its share of the tokens, without sequence parallel all of them; none goes to itself."""
+    layout = {"gpus": 16, "tp": 4, "sequence": 2**16}
+    of_node = H100.network.seconds("permute", 2 * 2**16 * 1024, 2, 2)
+    start = H100.network.seconds("permute", 0, 2, 2)
+    whole = job(**layout, sequence_parallel=False)
+    assert whole._sent(0) == pytest.approx(of_node)
+    assert job(**layout)._sent(0) == pytest.approx(start + (of_node - start) / 4)
+    assert job(**layout, sequence_parallel=False, software=Software(scatters=True))._sent(0) == job(**layout)._sent(0)
+    sent = [bool(job(gpus=2, pp=2, schedule="zbv")._sent(boundary)) for boundary in range(-1, 4)]
+    assert sent == [False, True, False, True, False]
+
+
 def test_what_is_recomputed():
     assert job().choices == {}
     full = job(recompute="full")

@@ -23,7 +23,7 @@ def test_experts_by_hand():
     model = Model("", 3, 8, 2, 32, 100, experts=4, active=2, shared=1, expert_ffn=16, dense_layers=1)
     attention, router, expert = 4 * 8 * 8 + 2 * 8, 8 * 4, 3 * 8 * 16
     assert model.parameters == 3 * attention + 3 * 8 * 32 + 2 * (router + 5 * expert) + 1600 + 8
-    assert model.active_parameters == 3 * attention + 3 * 8 * 32 + 2 * (router + 3 * expert) + 800
+    assert model.active_parameters == 3 * attention + 3 * 8 * 32 + 2 * (router + 3 * expert) + 800 + 8
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
@@ -57,9 +57,10 @@ def _parameters(config):
         return sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
 
 
-def test_a_file_with_the_sizes_of_a_model(tmp_path):
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_a_file_with_the_sizes_of_a_model(tmp_path, encoding):
     path = tmp_path / "own.json"
-    path.write_text(json.dumps({"layers": 2, "hidden": 8, "heads": 2, "ffn": 32, "vocab": 100}))
+    path.write_text(json.dumps({"layers": 2, "hidden": 8, "heads": 2, "ffn": 32, "vocab": 100}), encoding=encoding)
     assert model_named(str(path)) == Model("own", 2, 8, 2, 32, 100)
 
 

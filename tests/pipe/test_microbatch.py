@@ -121,6 +121,15 @@ def test_an_iterator_is_an_error(make: Any) -> None:
         scatter((torch.ones(4, 2),), {"parts": make()}, 2)
 
 
+def test_a_sparse_tensor_is_not_split() -> None:
+    target = torch.eye(4).to_sparse()
+    text = f"a tensor that is not strided cannot be split along its rows\n  received: input 1 of layout {target.layout}"
+    with pytest.raises(ArgumentError, match=re.escape(text)):
+        scatter((torch.ones(4, 2), target), {}, 2)
+    assert scatter((torch.ones(4, 2), target), {}, 1)[0].args[1] is target
+    assert scatter((torch.ones(4, 2), NoChunk(target)), {}, 2)[0].args[1] is target
+
+
 def test_an_output_without_the_dimension_of_rows_is_an_error() -> None:
     text = "an output has no dimension 1, along which the micro-batches are concatenated\n  received: shape (3,)\n"
     with pytest.raises(ArgumentError, match=re.escape(text)):

@@ -207,6 +207,23 @@ def test_inside_a_transform_it_is_an_error_that_says_what_works() -> None:
     pipe = torchckpt.Pipe(layers().eval(), [3, 3], chunks=2)
     with pytest.raises(torchckpt.errors.TransformError, match="a region cannot be entered under vmap, jvp"):
         torch.func.grad(lambda x: pipe(x).sum())(torch.randn(4, 6))
+    with pytest.raises(torchckpt.errors.TransformError, match="a region cannot be entered under vmap, jvp"):
+        torch.vmap(lambda x: pipe.step(x, x[:, :3], loss_fn=nn.functional.mse_loss))(torch.randn(2, 4, 6))
+
+
+@pytest.mark.parametrize("balance", [[6], [3, 3]])
+def test_inside_a_transform_without_gradients_it_is_the_module(balance: list[int]) -> None:
+    """It asked for the storage of a transform's tensor, which has none."""
+    module = layers().eval()
+    pipe, x = torchckpt.Pipe(module, balance, chunks=2), torch.randn(2, 4, 6)
+    several = {name: torch.stack([weight, 2 * weight]) for name, weight in module.named_parameters()}
+
+    def found(called: nn.Module) -> list[Any]:
+        of_each = torch.vmap(lambda weights: torch.func.functional_call(called, weights, (x[0],)))(several)
+        return [torch.vmap(called)(x), *torch.func.jvp(called, (x[0],), (x[1],)), of_each]
+
+    with torch.no_grad():
+        assert all_equal(found(pipe), found(module))
 
 
 # arguments and outputs ------------------------------------------------------------------------------------------------

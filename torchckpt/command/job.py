@@ -13,6 +13,7 @@ from torchckpt.jobs import MODELS, Job, Layout, Machine, machine_named, model_na
 from torchckpt.jobs.layout import RECOMPUTES, SOFTWARE, STATES
 from torchckpt.jobs.plan import drawn
 from torchckpt.planning.order.schedules import CHUNKS
+from torchckpt.planning.plan.pipeline import Interrupted
 from torchckpt.planning.work.host import Host
 
 __all__ = ["add_job", "job_faults", "run_job"]
@@ -62,6 +63,8 @@ def job_faults(options: argparse.Namespace) -> None:
     named = given(options, _ALONE if options.model is None else _NOT_WITH)
     if named and options.model is None:
         raise Unusable(f"{named[0]} is given without --model; {_WORKS}")
+    if options.model is None and options.schedule == "zb-2p":
+        raise Unusable(f"--schedule zb-2p is given without --model; {_WORKS} --schedule zb-2p")
     if named:
         raise Unusable(f"{named[0]} is given with --model, which says what stages are and take; {_WORKS}")
 
@@ -77,18 +80,23 @@ def run_job(options: argparse.Namespace, host: Host | None) -> None:
 
 
 def _run(options: argparse.Namespace, host: Host | None) -> None:
-    model, machine, layout = model_named(options.model), _machine(options), _layout(options)
+    model, machine, layout, stop = model_named(options.model), _machine(options), _layout(options), None
     if options.search:
         fixed = [_FIELDS.get(name, name) for name in _FIXED if getattr(options, name) is not None]
         result = search_layouts(model, machine, layout, options.device_memory, host, _Progress(), fixed)
         best, text, numbers = result.best[0] if result.best else None, str(result), result.as_json()
     else:
-        best = plan_job(Job(model, layout, machine), options.device_memory, host)
+        try:
+            best = plan_job(Job(model, layout, machine), options.device_memory, host)
+        except Interrupted as interrupt:
+            best, stop = interrupt.plan, interrupt
         text, numbers = str(best), best.as_json()
         if best.pipeline is not None and (best.recomputed_share or best.away_share):
             text += f"\n\n{best.pipeline.by_stage()}"
             numbers["plan"] = json.loads(best.pipeline.to_json())
     give(options, lambda: numbers, text, **({} if best is None else {"svg": lambda: drawn(best)}))
+    if stop is not None:
+        raise stop
 
 
 def _machine(options: argparse.Namespace) -> Machine:
@@ -105,6 +113,9 @@ def _layout(options: argparse.Namespace) -> Layout:
     named = {name: getattr(options, name) for name in _COUNTS if name != "node" and getattr(options, name) is not None}
     split = [named.get(name, 1) for name in ("tp", "cp", "pp")]
     ranks = split[0] * split[1] * split[2]
+    if "dp" not in named and options.gpus // ranks > 2**20:  # as many as a layout may have
+        raise Unusable(f"there are more replicas than {2**20}; received: --gpus {options.gpus}; works: --gpus "
+                       f"{ranks * 2**20}")
     named.setdefault("dp", max(1, options.gpus // ranks))
     state = options.sharding or "zero1"
     schedule = options.schedule or "1f1b"
@@ -134,9 +145,8 @@ def _in_options(text: str) -> str:
         return re.sub(r"\w+", lambda name: option(name[0]), match[0])
 
     text = re.sub(r"(?<=other values of )[\w, ]+$", listed, text)
-    return re.sub(
-        rf"\b({names}|model)=[\"']?([\w.\-/]+)[\"']?", lambda match: f"{option(match[1])} {match[2]}", text
-    )
+    value = r"([\"'])?((?(2).*?|[\w.\-/]+))(?(2)\2)"
+    return re.sub(rf"\b({names}|model)={value}", lambda match: f"{option(match[1])} {match[3]}", text)
 
 
 class _Progress:

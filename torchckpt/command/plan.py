@@ -36,6 +36,7 @@ from torchckpt.planning.order.schedules import named_schedule
 from torchckpt.planning.plan import PipelinePlan, plan_pipeline
 from torchckpt.planning.plan.every import Comparison, plan_every
 from torchckpt.planning.plan.figures import Rule
+from torchckpt.planning.plan.pipeline import Interrupted
 from torchckpt.planning.work.block import Block, Stage, fixed
 from torchckpt.planning.work.host import Host
 
@@ -118,7 +119,7 @@ def run(options: argparse.Namespace) -> None:
     budget = _budget(options) if options.device_memory is None else DeviceMemory(options.device_memory)
     latency, balance = options.link or 0.0, bool(options.balance)
     link = latency if costs is None else replace(costs.link, latency_seconds=latency)
-    compared = None
+    compared, stop = None, None
     more: dict[str, Any] = {"balance": balance, "host": host}
     try:
         if schedule is None:
@@ -127,6 +128,8 @@ def run(options: argparse.Namespace) -> None:
             plan = compared.best
         else:
             plan = plan_pipeline(schedule, stages, budget, link, **more)
+    except Interrupted as interrupt:
+        plan, stop = interrupt.plan, interrupt
     except ArgumentError as error:
         if _is_in_bytes(options):
             raise
@@ -135,6 +138,8 @@ def run(options: argparse.Namespace) -> None:
     counted = {} if costs is None else {"costs": costs.as_json()}
     more = {**counted, **({"does_not_fit": over} if over else {})}
     give(options, lambda: {**_as_json(plan, compared), **more}, over, costs, compared, plan, svg=plan.draw)
+    if stop is not None:
+        raise stop
 
 
 def _over_device(plan: PipelinePlan, options: argparse.Namespace) -> str:

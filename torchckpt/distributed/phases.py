@@ -260,7 +260,7 @@ def _read(plan: str | Path) -> PipelinePlan:
     text = str(plan)
     if not text.lstrip().startswith("{"):
         try:
-            text = Path(plan).read_text(encoding="utf-8")
+            text = Path(plan).read_text(encoding="utf-8-sig")
         except (OSError, ValueError) as error:  # such as a file that is not UTF-8
             reason = getattr(error, "strerror", None) or type(error).__name__
             received = f"{text if len(text) <= 80 else text[:77] + '...'!r}: {reason}"

@@ -99,14 +99,16 @@ class Job:
         )
 
     def _sent(self, boundary: int) -> float:
-        """Seconds of a message between a stage and the next, for which its ranks wait; 0 where there is none. Stages
-        are the outermost dimension, so that neighbours are in two nodes where a stage fills one."""
+        """Seconds of a message between a stage and the next, for which its ranks wait; 0 where there is none, as of two
+        stages on one rank. Stages are the outermost dimension, so that neighbours are in two nodes where a stage fills
+        one. Without sequence parallel each rank of ``tp`` has, and sends, the whole."""
         layout = self.layout
-        if not 0 <= boundary < len(self.layers) - 1:
+        places = layout.placement[max(0, boundary) : boundary + 2]
+        if len(set(places)) < 2:
             return 0.0
-        ranks = [layout.placement[stage] * layout.gpus // layout.pp for stage in (boundary, boundary + 1)]
-        nodes = [rank // self.machine.network.node_devices for rank in ranks]
-        size = 2.0 * layout.tokens * self.model.hidden / layout.tp
+        nodes = [place * layout.gpus // layout.pp // self.machine.network.node_devices for place in places]
+        is_split = layout.sequence_parallel or layout.software.scatters
+        size = 2.0 * layout.tokens * self.model.hidden / (layout.tp if is_split else 1)
         return self.machine.network.seconds("permute", size, 2, 2 if nodes[0] == nodes[1] else 1)
 
     @property

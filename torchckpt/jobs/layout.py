@@ -72,6 +72,9 @@ class Software:
     """With sequence parallel a rank keeps its share of what products read, gathers it again beside a product of the
     backward, and sums gradients of norms once a step (Megatron). If not, it keeps what it gathered, and where FSDP
     shares the state it sums them in each backward (DTensor of torch)."""
+    scatters: bool = False
+    """Without sequence parallel, ranks of ``tp`` send a share each of a message between stages, and gather it (Megatron
+    of 2021 and 2022)."""
     offloads: bool = False
 
     @called("Software()")

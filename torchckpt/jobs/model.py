@@ -186,7 +186,7 @@ class Model:
     def active_parameters(self) -> int:
         """Those that one token meets, without the embedding."""
         layers = sum(self.layer_parameters(layer, self.active) for layer in range(self.layers))
-        return round(layers) + self.embedding_parameters
+        return round(layers) + self.norm_parameters + self.embedding_parameters
 
     def flops_per_token(self, sequence: int) -> float:
         """FLOPs of a forward and backward that papers count: ``6 N + 12 L h s``, N without the embedding, nothing

@@ -54,7 +54,7 @@ def model_named(name: str) -> Model:
 def _read(path: Path) -> Model:
     works = 'model="config.json", a configuration of transformers'
     try:
-        sizes = json.loads(path.read_text(encoding="utf-8"))
+        sizes = json.loads(path.read_text(encoding="utf-8-sig"))  # Windows may begin it with a mark
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or "it is not JSON"
         raise_fault(Fault(f"cannot read the model: {reason}", f"model={str(path)!r}", works))

@@ -44,6 +44,7 @@ def scatter(args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int, dim: int
     check([*_hidden_faults(paths), *_faults(tensors, dim)])
     rows = tensors[0][1].size(dim)
     m = min(chunks, rows)
+    check([fault for named in tensors for fault in _layout_faults(*named)] if m > 1 else [])
     parts_of = {id(leaf): _parts(leaf, m, dim) for _, leaf in tensors}  # a tensor that is passed twice is split once
     wholes = [leaf.value if isinstance(leaf, NoChunk) else leaf for _, leaf in paths]
     parts = [parts_of[id(leaf)] if isinstance(leaf, Tensor) else [whole] * m for (_, leaf), whole in zip(paths, wholes)]
@@ -108,6 +109,13 @@ def _faults(tensors: Sequence[tuple[str, Tensor]], dim: int) -> list[Fault]:
     if tensors[0][1].size(dim) == 0:
         return [Fault("the mini-batch has no rows", shapes, _WORKS)]
     return []
+
+
+def _layout_faults(path: str, tensor: Tensor) -> Iterator[Fault]:
+    if tensor.layout != torch.strided:  # torch splits no other by rows
+        rule = "a tensor that is not strided cannot be split along its rows"
+        works = "pipe(x.to_dense()), or chunks=1; NoChunk(table) for a tensor that goes to every micro-batch as a whole"
+        yield Fault(rule, f"{_named(path)} of layout {tensor.layout}", works)
 
 
 def _named(path: str) -> str:

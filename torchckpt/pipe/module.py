@@ -224,6 +224,7 @@ class Pipe(nn.Module):
         if target is not ...:
             args = (*args, target)
         reduce = reduce or self.reduce or "mean"
+        refuse_transforms()
         check(_step_faults(self, args, kwargs, loss_fn, reduce))
         bare, last_step, within = [p for p in self.parameters() if p.grad is None], self._last_step, self._within
         explained, watched = (within.explained(), within.watched()) if within else (nullcontext(), nullcontext())

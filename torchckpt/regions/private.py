@@ -58,6 +58,7 @@ try:
     from torch._C._autograd import _push_saved_tensors_default_hooks as push_hooks  # saved_tensors_hooks.__enter__
     from torch._C._autograd import _top_saved_tensors_default_hooks as hooks_in_force  # no public form
     from torch._C._autograd import _unsafe_set_version_counter as _set_versions
+    from torch._C._functorch import is_functorch_wrapped_tensor as _is_transformed
     from torch.autograd import forward_ad  # its _current_level: whether a dual_level is entered; no public form
     from torch.nn.modules.batchnorm import _BatchNorm as batch_norm_layer  # the base of BatchNorm and SyncBatchNorm
     from torch.nn.modules.batchnorm import _NormBase as norm_layer  # the base of BatchNorm, InstanceNorm, SyncBatchNorm
@@ -128,7 +129,7 @@ def apply_of(function: type[Function]) -> Callable[..., Any]:
 def storage_key(tensor: Tensor) -> int | None:
     """The key of the tensor's storage: equal for two live tensors that share memory. None if sparse, as it has none.
     A ``StorageWeakRef`` (torch/multiprocessing/reductions.py) has the same address, but takes four times as long."""
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided and not _is_transformed(tensor) else None
 
 
 def use_count(held: Tensor | StorageWeakRef) -> int:
@@ -296,8 +297,7 @@ def kept_by_policies(pack: Callable[[Tensor], object]) -> Iterator[None]:
 
 
 def put_under_modes(mode: DispatchMode) -> None:
-    """Enter ``mode`` below all modes of this thread, to leave it at any time: others leave what is on top. No public
-    form."""
+    """Enter ``mode`` below all modes of this thread, to leave it at any time: others leave the top. No public form."""
     modes = _dispatch_modes()
     _exchange_modes(modes, [mode, *(one for one in modes if one is not mode and not getattr(one, "is_over", False))])
     mode.is_over = False

@@ -61,3 +61,30 @@ def test_what_is_added_to_the_gradient_of_a_parameter_goes_into_no_other(make, c
         (plain(row) - row).square().sum().backward()
     for expected, found in zip(plain.parameters(), pipe.parameters()):
         torch.testing.assert_close(found.grad, expected.grad)
+
+
+class PlainShift(Shift):
+    """The same of a tensor that is no parameter."""
+
+    def __init__(self, bias: Tensor) -> None:
+        super().__init__(nn.Parameter(torch.zeros(4)))
+        self.leaf = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.leaf[None]
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("chunks", [1, 2, 5])
+def test_so_it_does_where_a_leaf_that_is_no_parameter_accumulates(chunks, checkpoint):
+    torch.manual_seed(0)
+    leaf, x = torch.randn(4, dtype=torch.float64, requires_grad=True), torch.randn(chunks, 4, dtype=torch.float64)
+    plain = nn.Sequential(PlainShift(leaf), nn.Linear(4, 4), PlainShift(leaf), PlainShift(leaf)).double()
+    for row in x.split(1):
+        (plain(row) - row).square().sum().backward()
+    expected, leaf.grad = [leaf.grad, *(weight.grad for weight in plain[1].parameters())], None
+    plain.zero_grad()
+    pipe = Pipe(plain, [1] * len(plain), chunks=chunks, checkpoint=checkpoint)
+    pipe.step(x, x, loss_fn=lambda output, target: (output - target).square().sum(), reduce="sum")
+    for gradient, found in zip(expected, [leaf.grad, *(weight.grad for weight in plain[1].parameters())]):
+        torch.testing.assert_close(found, gradient)

@@ -133,6 +133,10 @@ class CutTensor:
         arrived.__dict__.update(self._attributes)
         return arrived
 
+    def give_own_memory(self) -> None:
+        """Likewise as of first gradients: a leaf that is no parameter may hold this one as its own."""
+        self._taken[:] = [copy_of(each) if _is_shared(each) else each for each in self._taken]
+
     def send_back(self) -> None:
         """Send the gradient back. Call it after the receiver's backward."""
         if self._taken:
@@ -283,6 +287,8 @@ class Step:
                 torch.autograd.backward([root for root, _ in due], [gradient for _, gradient in due])
         self._give_own_memory(j)
         for cut in pending.received:
+            cut.give_own_memory()
+        for cut in pending.received:
             cut.send_back()
 
     def _give_own_memory(self, j: int) -> None:
@@ -290,9 +296,13 @@ class Step:
         later backward adds to it in place."""
         for parameter in self._bare[j]:
             gradient = parameter.grad
-            if gradient is not None and gradient.layout == torch.strided and use_count(gradient) > 1:
+            if gradient is not None and _is_shared(gradient):
                 parameter.grad = copy_of(gradient)
         self._bare[j] = [parameter for parameter in self._bare[j] if parameter.grad is None]
+
+
+def _is_shared(gradient: Tensor) -> bool:
+    return gradient.layout == torch.strided and use_count(gradient) > 1
 
 
 def timeline_of(took: Took) -> Timeline:

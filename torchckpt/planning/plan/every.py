@@ -9,7 +9,7 @@ from torchckpt.planning.budget import DeviceMemory, Limit
 from torchckpt.planning.draw.units import aligned, percent
 from torchckpt.planning.order.schedule import Schedule, whole
 from torchckpt.planning.order.schedules import CHUNKS, NAMES, named_schedule
-from torchckpt.planning.plan.pipeline import planned, planned_with_moves
+from torchckpt.planning.plan.pipeline import interruptible, planned, planned_with_moves
 from torchckpt.planning.plan.problem import problem_of
 from torchckpt.planning.plan.result import PipelinePlan
 from torchckpt.planning.work.block import NOTHING, Links, Stage, per_stage, restaged
@@ -91,12 +91,14 @@ def plan_every(
     schedule, cut = fitting[0]
     limits = None if isinstance(budget, DeviceMemory) else problem_of(schedule, cut, budget, link).budget_bytes
     reference = planned(problem_of(schedule, cut, "100%", link))
-    plans, refused = [], []
+    plans: list[PipelinePlan] = []
+    refused = []
     for schedule, cut in fitting:
         try:
             problem = problem_of(schedule, cut, budget if limits is None else "100%", link, host)
             problem = problem if limits is None else problem.within(limits)
-            plans.append(planned_with_moves(problem) if balance else planned(problem))
+            with interruptible(plans):
+                plans.append(planned_with_moves(problem) if balance else planned(problem))
         except BudgetInfeasible as error:
             refused.append((schedule.name, without_traceback(error)))
     if not plans:

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torchckpt.errors import BudgetInfeasible, Fault, called
 from torchckpt.planning.budget import Limit, enough, whole
@@ -30,9 +30,29 @@ from torchckpt.planning.work.block import Links, Stages
 from torchckpt.planning.work.choice import Choice, first_blocks
 from torchckpt.planning.work.host import Host
 
-__all__ = ["plan_bound", "plan_pipeline", "planned", "planned_with_moves"]
+__all__ = ["Interrupted", "interruptible", "plan_bound", "plan_pipeline", "planned", "planned_with_moves"]
 
 _ROUNDING = 1e-9
+
+
+class Interrupted(KeyboardInterrupt):
+    """An interrupt of a search that has found a plan: the best so far."""
+
+    def __init__(self, plan: Any) -> None:
+        super().__init__()
+        self.plan = plan
+
+
+@contextmanager
+def interruptible(plans: list[PipelinePlan]) -> Iterator[None]:
+    """Have an interrupt carry the shortest of ``plans`` and its own."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        plans += [stop.plan] if isinstance(stop, Interrupted) else []
+        if not plans:
+            raise
+        raise Interrupted(min(plans, key=lambda plan: plan.step_seconds)) from None
 
 
 def planned(problem: Problem) -> PipelinePlan:
@@ -45,16 +65,24 @@ def planned(problem: Problem) -> PipelinePlan:
     target = problem.bound_seconds
     if kept and kept.step_seconds <= target * (1 + _ROUNDING):
         return kept
-    best = Search(problem.program, problem.lanes, target, keep_all=kept is not None).run()
-    plan = _plan(problem, best)
-    return kept if kept and kept.step_seconds <= plan.step_seconds else plan
+    search = Search(problem.program, problem.lanes, target, keep_all=kept is not None)
+    with interruptible(plans := [kept] if kept else []):
+        try:
+            best = search.run()
+        except KeyboardInterrupt:
+            plans.append(_plan(problem, search.best))
+            raise
+    return min([*plans, _plan(problem, best)], key=lambda plan: plan.step_seconds)
 
 
 def _beside_host(problem: Problem) -> PipelinePlan:
     """The shortest of the plans that send blocks away and of those that do not."""
     alone = replace(problem, host=None)
-    away, offloading = planned_away(problem)
-    plans = [] if alone.too_small else [replace(planned(alone), problem=problem)]
+    plans: list[PipelinePlan] = []
+    with interruptible(plans):
+        if not alone.too_small:
+            plans.append(replace(planned(alone), problem=problem))
+        away, offloading = planned_away(problem)
     recomputing = plans[0].step_seconds if plans else math.inf
     if away is not None:
         schedule, choices, moves = away
@@ -121,10 +149,11 @@ _WORK = 200_000
 def planned_with_moves(problem: Problem) -> PipelinePlan:
     """The best plan of ``problem``, with blocks moved between its stages or not."""
     path = _path(problem)
-    plans = []
-    for moved in dict.fromkeys([*path[-_PLANNED:], path[0]]):
-        with suppress(BudgetInfeasible):
-            plans.append(planned(moved))
+    plans: list[PipelinePlan] = []
+    with interruptible(plans):
+        for moved in dict.fromkeys([*path[-_PLANNED:], path[0]]):
+            with suppress(BudgetInfeasible):
+                plans.append(planned(moved))
     if not plans:
         return planned(problem)  # which says what is wrong
     best = min(plans, key=lambda plan: plan.step_seconds)
