@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -55,6 +56,24 @@ def test_never_less_is_planned_than_taken(between, holds, seed):
         except BudgetInfeasible:
             continue
         assert measured <= planned
+
+
+class Bent(nn.Module):
+    """Saves what it returns, and not what it is called with. Its backward takes more than its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(SIZE, 8 * SIZE), nn.Linear(8 * SIZE, SIZE)
+
+    def forward(self, x):
+        return self.second(self.first(nn.functional.dropout(x, 0.1)).sin().pow(3)).relu()
+
+
+def test_an_input_that_the_layer_before_has_saved_is_there_while_the_backward_runs():
+    model = nn.Sequential(OrderedDict(layers=nn.Sequential(*(Bent() for _ in range(3)))))
+    planned, measured, kept = planned_and_measured(model, "100%")
+    assert planned == measured
+    assert kept == 3
 
 
 class Looked(nn.Module):

@@ -67,6 +67,8 @@ class Inner(NamedTuple):
     """The storages of it that others hold until all forwards are done, and their bytes."""
     unsaved: int
     """The bytes of its boundary that it does not save, as half-precision inputs of which it saves copies in float32."""
+    freed: int
+    """The bytes of its boundary that are freed when it is replayed, but not if the call is kept that saves them."""
 
     @property
     def more(self) -> int:
@@ -238,7 +240,8 @@ class Counter:
             going = (size for storage, size in dead.items() if storage in self._going)
             cached = {storage: size for storage, size in dead.items() if storage in self._lasting}
             unsaved = self._inputs.unsaved_bytes(call, saved)
-            self._inner[call] = Inner(sum(dead.values()), sum(going), cached, unsaved)
+            freed = self._inputs.freed_bytes(call, self._noted[call], saved)
+            self._inner[call] = Inner(sum(dead.values()), sum(going), cached, unsaved, freed)
 
     def _let_go(self) -> None:
         """Before a replay: a loss that reads what is inside of calls (attentions) lets go of it, kept calls do not."""
@@ -274,7 +277,7 @@ def _begun_collectives() -> dict[dist.ProcessGroup, int]:
 
 
 _SECONDS = Call._fields[1:FIRST_BYTES]
-_NONE = Inner(0, 0, {}, 0)
+_NONE = Inner(0, 0, {}, 0, 0)
 _NOTHING = Moment(Kind.END, -1, 0, 0, 0.0)
 """In place of a call that was never replayed."""
 
@@ -318,7 +321,7 @@ def _took(
             max(end.highest_bytes, end.left_bytes + rises),
             end.left_bytes,
             replayed.highest_bytes,
-            done.highest_bytes,
+            done.highest_bytes + holds.freed,
             done.left_bytes,
             holds.going,
         ))

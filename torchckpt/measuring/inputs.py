@@ -23,21 +23,30 @@ class Inputs:
     def __init__(self) -> None:
         self.claimed: set[Any] = set()
         """The storages of all inputs."""
-        self._new: list[tuple[weakref.ref[Tensor], dict[Any, int]]] = []
-        """Those that the last call was the first to be called with, and their storages with their bytes."""
+        self._new: dict[int, list[tuple[weakref.ref[Tensor], dict[Any, int]]]] = {}
+        """By call, those that it was the first to be called with, and their storages with their bytes."""
         self._freed: dict[int, dict[Any, int]] = {}
         """By call, the storages of inputs that its boundary alone held when the next call began."""
 
     def begin(self, call: int, tensors: Iterable[Tensor]) -> int:
         """Note that ``call``, a number, begins with ``tensors``. Returns the bytes that no call before it had."""
-        dead = [item for tensor, sizes in self._new if alive(tensor) is None for item in sizes.items()]
-        self._freed[call - 1] = {key: size for key, size in dead if use_count(key) == 1}
+        self._freed[call - 1] = self._alone(call - 1)
         sizes = {tensor: storage_of(tensor) for tensor in tensors}
         new = {key: size for each in sizes.values() for key, size in each.items() if key not in self.claimed}
-        self._new = [(weakref.ref(tensor), each) for tensor, each in sizes.items() if each.keys() <= new.keys()]
+        self._new[call] = [(weakref.ref(tensor), each) for tensor, each in sizes.items() if each.keys() <= new.keys()]
         self.claimed.update(new)
         return sum(new.values())
 
     def unsaved_bytes(self, call: int, saved: Container[Any]) -> int:
         """The bytes of inputs that are freed if ``call`` is kept, where calls have ``saved`` these storages."""
         return sum(size for key, size in self._freed.get(call, {}).items() if key not in saved)
+
+    def freed_bytes(self, call: int, own: Container[Any], saved: Container[Any]) -> int:
+        """The bytes of inputs that go with the boundary of ``call``, which has saved its ``own`` storages, and that
+        other calls hold beyond that if they are kept, as they have ``saved`` these."""
+        return sum(size for key, size in self._alone(call).items() if key in saved and key not in own)
+
+    def _alone(self, call: int) -> dict[Any, int]:
+        """The storages of inputs that the boundary of ``call`` alone holds now."""
+        dead = [item for tensor, sizes in self._new.get(call, []) if alive(tensor) is None for item in sizes.items()]
+        return {key: size for key, size in dead if use_count(key) == 1}
