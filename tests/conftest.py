@@ -101,6 +101,9 @@ def call(request):
     return request.param
 
 
+logging.getLogger().addHandler(logging.NullHandler())  # or what is logged would go to stderr, which tests read
+
+
 class Log(logging.Handler):
     """What is logged. setup.cfg turns pytest's own off: it went through all loggers, torch's among them, six times for
     each test, which was half of what a test takes that does nothing."""
