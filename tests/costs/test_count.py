@@ -8,10 +8,13 @@ import pytest
 
 from tests.costs.models import DIFFERING, MODELS
 from tests.costs.run import DTYPES, Real
-from tests.slow import rarely
+from tests.slow import slow_but
 from torchckpt.costs import pipeline_costs
 
 WITHOUT_ATTENTION = [name for name in MODELS if name not in ("llama", "llama with dropout", "attention")]
+
+QUICK = [(name, dtype) for name, dtype in zip(MODELS, itertools.cycle(DTYPES)) if name not in ("llama", "attention")]
+"""Each in one dtype."""
 
 
 def counted(name: str, dtype: str):
@@ -24,8 +27,7 @@ def subsets(blocks: int) -> list[tuple[int, ...]]:
     return every if len(every) <= 8 else [every[0], every[-1], *random.Random(blocks).sample(every[1:-1], 6)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", rarely(["llama", "attention"], MODELS))
+@pytest.mark.parametrize(("name", "dtype"), slow_but(QUICK, itertools.product(MODELS, DTYPES)))
 def test_bytes_are_those_of_a_run_whatever_is_recomputed(name, dtype):
     real = Real(MODELS[name], DTYPES[dtype])
     for number, stage in enumerate(counted(name, dtype)):

@@ -1,12 +1,15 @@
 """Gradients that are there before a step whose bytes are counted: the plan has those that a later step makes."""
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
 
 from tests.distributed.stages import (
     SIZE,
+    SPLIT,
     Blocks,
     ahead,
     batch,
@@ -18,7 +21,7 @@ from tests.distributed.stages import (
     step,
 )
 from tests.settings import with_gloo
-from tests.slow import slow
+from tests.slow import slow_but
 from torchckpt import checkpoint_module, is_recomputing
 from torchckpt.distributed import recompute_ahead
 
@@ -42,8 +45,14 @@ def report_after(name, kept, budget):
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("kept", [*slow([()]), (1,), *slow([(2,)]), (1, 2)], ids=str)
-@pytest.mark.parametrize("name", ["ScheduleGPipe", *slow(["ScheduleInterleaved1F1B"]), "ScheduleInterleavedZeroBubble"])
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    slow_but(
+        [("ScheduleGPipe", (1, 2)), ("ScheduleInterleavedZeroBubble", (1,))],
+        product(["ScheduleGPipe", *SPLIT[:1], "ScheduleInterleaved1F1B"], [(), (1,), (2,), (1, 2)]),
+    ),
+    ids=str,
+)
 def test_a_step_that_makes_its_gradients_takes_what_is_planned(name, kept):
     report = report_after(name, kept, "1GB")
     planned = report_after(name, (), "1GB").planned_peak_bytes

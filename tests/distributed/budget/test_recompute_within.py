@@ -5,6 +5,7 @@ import functools
 import re
 import weakref
 from contextlib import suppress
+from itertools import product
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from tests.distributed.stages import (
 )
 from tests.helpers import doing
 from tests.settings import with_gloo, without_collector
-from tests.slow import selected, slow
+from tests.slow import selected, slow, slow_but
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead, schedule_of
 from torchckpt.errors import ArgumentError, BudgetInfeasible, ScheduleError
@@ -95,8 +96,13 @@ def test_all_stages_on_one_rank(name, budget):
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("is_nested", [False, True])
-@pytest.mark.parametrize("name", ["ScheduleGPipe", "ScheduleInterleaved1F1B", *slow(["ScheduleInterleavedZeroBubble"])])
+@pytest.mark.parametrize(
+    ("name", "is_nested"),
+    slow_but(
+        [("ScheduleGPipe", True), ("ScheduleInterleaved1F1B", False)],
+        product(["ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"], [False, True]),
+    ),
+)
 def test_all_of_a_share_is_what_keeping_everything_takes(name, is_nested):
     class Around(Nested):
         def forward(self, x):

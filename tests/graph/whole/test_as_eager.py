@@ -60,8 +60,10 @@ def test_fused_lstm_is_one_operation_and_its_workspace_is_seen():
 UPSAMPLINGS = ["nearest", "nearest-exact", "bilinear", "bicubic", "area"]
 
 
-@pytest.mark.parametrize("options", POLICIES, ids=str)
-@pytest.mark.parametrize("mode", UPSAMPLINGS)
+@pytest.mark.parametrize(
+    ("mode", "options"), [pytest.param(mode, options, marks=pytest.mark.slow if (at + number) % 2 else ())
+    for at, mode in enumerate(UPSAMPLINGS) for number, options in enumerate(POLICIES)], ids=str,
+)  # fmt: skip
 def test_upsampling(mode, options):
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Upsample(size=(15, 17), mode=mode), nn.Conv2d(4, 4, 3))
     x = torch.randn(2, 3, 10, 10, requires_grad=True)

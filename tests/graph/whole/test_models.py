@@ -133,14 +133,14 @@ def test_every_model_is_here():
 # the same to the bit, and to the byte ---------------------------------------------------------------------------------
 
 
-@each(SIZES, (*ALIKE, "gpt2_hf", "mlp24", "tanh_chain_residual"))
+@each(SIZES, (*ALIKE, "gpt2_hf", "gpt6", "mlp24", "resnet20", "tanh_chain_residual"))
 def test_all_is_kept_by_default(name):
     plan = checked(build(name))
     assert plan.recomputed == ()
     assert plan.peak_bytes == plan.eager_peak_bytes
 
 
-@each(SIZES, (*ALIKE, "moe", "lstm50", "tanh_chain_residual"))
+@each(SIZES, (*ALIKE, "moe", "lstm50", "tanh_chain_residual", "unet"))
 def test_loss_outside_of_the_model(name):
     """The outputs too are those of eager, nested as they are, each with a gradient or without."""
     case = build(name)
@@ -161,7 +161,7 @@ def test_speed_needs_a_product():
         checked(build("tanh_chain"), keep="speed")
 
 
-@each(SIZES, (*ALIKE, "gpt6", "resnet20", "tanh_chain"))
+@each(SIZES, (*ALIKE, "gpt6", "lstm50", "resnet20", "sparse_embedding", "tanh_chain"))
 def test_memory(name):
     plan = checked(build(name), keep="memory")
     assert plan.peak_bytes <= plan.eager_peak_bytes
