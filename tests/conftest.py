@@ -2,9 +2,7 @@
 from __future__ import annotations
 
 import gc
-import logging
 import sys
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -99,43 +97,6 @@ def two_accelerators(accelerator):
 def call(request):
     """Calls a function on its arguments as a region."""
     return request.param
-
-
-logging.getLogger().addHandler(logging.NullHandler())  # or what is logged would go to stderr, which tests read
-
-
-class Log(logging.Handler):
-    """What is logged. setup.cfg turns pytest's own off: it went through all loggers, torch's among them, six times for
-    each test, which was half of what a test takes that does nothing."""
-
-    def __init__(self):
-        super().__init__()
-        self.records = []
-
-    def emit(self, record):
-        self.records.append(record)
-
-    @property
-    def messages(self):
-        return [record.getMessage() for record in self.records]
-
-    @contextmanager
-    def at_level(self, level, name):
-        logger = logging.getLogger(name)
-        before = logger.level
-        logger.setLevel(level)
-        try:
-            yield
-        finally:
-            logger.setLevel(before)
-
-
-@pytest.fixture
-def log():
-    handler = Log()
-    logging.getLogger().addHandler(handler)
-    yield handler
-    logging.getLogger().removeHandler(handler)
 
 
 @pytest.fixture

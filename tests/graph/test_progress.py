@@ -40,18 +40,18 @@ class Chain(nn.Module):
         return x.sum() if not deep else x.tanh().sum()
 
 
-def lines(log):
+def lines(caplog):
     """Of the log, without the seconds and the plan."""
-    return [record.getMessage().partition(". Plan: ")[0] for record in log.records if record.name == "torchckpt"]
+    return [record.getMessage().partition(". Plan: ")[0] for record in caplog.records if record.name == "torchckpt"]
 
 
 # the log --------------------------------------------------------------------------------------------------------------
 
 
-def test_each_trace_is_one_line_with_its_reason(clock, log):
+def test_each_trace_is_one_line_with_its_reason(clock, caplog):
     model = Chain()
     step = graph.rematerialize(model)
-    with log.at_level(logging.INFO, "torchckpt"):
+    with caplog.at_level(logging.INFO, logger="torchckpt"):
         for rows in (2, 2, 3, 2):
             step(torch.ones(rows, 50))
         model.eval()
@@ -61,7 +61,7 @@ def test_each_trace_is_one_line_with_its_reason(clock, log):
         step(torch.ones(2, 50), deep=True)
         step(torch.ones(2, 50, dtype=torch.float64))
     head = "rematerialize(): Chain traced in 0.00 s and planned in 0.00 s, because of "
-    assert lines(log) == [head + reason for reason in (
+    assert lines(caplog) == [head + reason for reason in (
         "the first call",
         "shape of args[0]: (2, 50), now (3, 50)",
         "eval()",
@@ -71,11 +71,11 @@ def test_each_trace_is_one_line_with_its_reason(clock, log):
     )]
 
 
-def test_seconds_are_those_of_the_trace_and_of_the_plan(clock, log):
+def test_seconds_are_those_of_the_trace_and_of_the_plan(clock, caplog):
     clock[:] = [10.0, 20.0, 23.5, 31.0]  # the trace begins, planning begins and ends, the trace ends
-    with log.at_level(logging.INFO, "torchckpt"):
+    with caplog.at_level(logging.INFO, logger="torchckpt"):
         graph.rematerialize(Chain(), torch.ones(2, 50))
-    assert lines(log) == [
+    assert lines(caplog) == [
         "rematerialize(): Chain traced in 17.50 s and planned in 3.50 s, because of the first call"
     ]
 
@@ -85,11 +85,11 @@ def test_nothing_is_printed(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_in_place_and_a_backend_log_too(clock, log):
-    with log.at_level(logging.INFO, "torchckpt"):
+def test_in_place_and_a_backend_log_too(clock, caplog):
+    with caplog.at_level(logging.INFO, logger="torchckpt"):
         graph.rematerialize_(Chain(), torch.ones(2, 50))
         torch.compile(Chain(), backend=graph.backend(inner="eager"))(torch.ones(2, 50))
-    first, second = lines(log)
+    first, second = lines(caplog)
     assert first.startswith("rematerialize_(): Chain traced in ")
     assert second.endswith("because of graph 1 of torch.compile")
 
@@ -179,13 +179,13 @@ def test_each_operator_of_a_trace_counts(take, monkeypatch):
     assert terminal.getvalue().endswith("\r\x1b[K")
 
 
-def test_elsewhere_the_log_says_what_takes_long(clock, monkeypatch, log):
+def test_elsewhere_the_log_says_what_takes_long(clock, monkeypatch, caplog):
     monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
-    with log.at_level(logging.INFO, "torchckpt"), Watch().tracing("Chain") as tell:
+    with caplog.at_level(logging.INFO, logger="torchckpt"), Watch().tracing("Chain") as tell:
         for clock[:] in ([0.0], [2.0], [4.0], [6.0], [13.0], [14.0]):
             for _ in range(100):
                 tell("an operator")
-    assert lines(log) == [
+    assert lines(caplog) == [
         "torchckpt traces Chain: 300 operations, 4 s", "torchckpt traces Chain: 600 operations, 14 s",
     ]
     assert stream.getvalue() == ""

@@ -104,7 +104,7 @@ def test_where_there_are_none_candidates_are_named():
         torchckpt.checkpoint_layers(nn.Linear(2, 2), budget="1GiB")
 
 
-def test_on_a_terminal_the_line_is_there_and_else_in_the_log(monkeypatch, log):
+def test_on_a_terminal_the_line_is_there_and_else_in_the_log(monkeypatch, caplog):
     class Terminal(io.StringIO):
         def isatty(self):
             return self is terminal
@@ -114,17 +114,17 @@ def test_on_a_terminal_the_line_is_there_and_else_in_the_log(monkeypatch, log):
     for stream, rank in ((terminal, "0"), (terminal, "1"), (file, "0"), (None, "0")):
         monkeypatch.setattr(sys, "stderr", stream)
         monkeypatch.setenv("RANK", rank)
-        with log.at_level(logging.INFO, "torchckpt"), torchckpt.checkpoint_layers(model, budget="1GiB"):
+        with caplog.at_level(logging.INFO, "torchckpt"), torchckpt.checkpoint_layers(model, budget="1GiB"):
             pass
     line = "checkpoint_layers takes 3 repeated blocks: layers.0 to layers.2"
-    assert (terminal.getvalue(), file.getvalue(), log.messages) == (f"{line}\n", "", [line] * 3)
+    assert (terminal.getvalue(), file.getvalue(), caplog.messages) == (f"{line}\n", "", [line] * 3)
 
 
-def test_one_line_says_what_was_taken(log):
+def test_one_line_says_what_was_taken(caplog):
     model = Model([Wide(16, 16) for _ in range(3)])
-    with log.at_level(logging.INFO, "torchckpt"):
+    with caplog.at_level(logging.INFO, "torchckpt"):
         handle = torchckpt.checkpoint_layers(model, budget="1GiB")
-    assert log.messages == ["checkpoint_layers takes 3 repeated blocks: layers.0 to layers.2"]
+    assert caplog.messages == ["checkpoint_layers takes 3 repeated blocks: layers.0 to layers.2"]
     assert handle.names == ("layers.0", "layers.1", "layers.2")
     for _ in range(2):
         gradients(model, torch.randn(2, 4, 16))

@@ -288,7 +288,7 @@ def test_rows_in_another_dimension() -> None:
     assert torch.equal(pipe(x), torch.cat([layers().eval()(part) for part in x.tensor_split(2, 1)], 1))
 
 
-def test_a_mini_batch_of_fewer_rows_than_chunks_works_with_a_warning(log: Any) -> None:
+def test_a_mini_batch_of_fewer_rows_than_chunks_works_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     pipe = torchckpt.Pipe(layers().eval(), [3, 3], chunks=8)
     assert pipe(torch.randn(3, 6)).shape == (3, 3)
     pipe.step(torch.randn(3, 6), torch.randn(3, 3), loss_fn=nn.functional.mse_loss)
@@ -296,9 +296,7 @@ def test_a_mini_batch_of_fewer_rows_than_chunks_works_with_a_warning(log: Any) -
     pipe(torch.randn(8, 6))
     with torch.no_grad():
         pipe(torch.randn(2, 6))
-    assert [(at.name, at.levelno, at.getMessage()) for at in log.records] == [
-        ("torchckpt.pipe.module", logging.WARNING, text)
-    ]
+    assert caplog.record_tuples == [("torchckpt.pipe.module", logging.WARNING, text)]
 
 
 @pytest.mark.parametrize("threads", [False, True], ids=["caller", "threads"])

@@ -41,7 +41,7 @@ def steps(model, seeds, device):
 @pytest.mark.parametrize("options", [{}, {"determinism_check": "values"}, {"early_stop": False}], ids=str)
 def test_outputs_and_gradients_are_those_of_one_thread(options, device):
     model = nn.Sequential(transformer_like(), transformer_like(), transformer_like()).to(device)
-    halves = (range(8), range(8, 16))
+    halves = (range(12), range(12, 24))
     expected = [steps(model, seeds, device) for seeds in halves]
     for block in model:
         checkpoint_module(block, **options)

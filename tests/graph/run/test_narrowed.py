@@ -191,11 +191,11 @@ def test_missing_gradients_of_parts_of_one_operation_are_counted_as_zeros():
 
 
 @gradients_go
-def test_each_kind_of_backward_is_logged_once(scored, batch, log):
+def test_each_kind_of_backward_is_logged_once(scored, batch, caplog):
     step, wanted = graph.rematerialize(scored, *batch), list(scored.parameters())
-    with log.at_level(logging.INFO, "torchckpt"):
+    with caplog.at_level(logging.INFO, "torchckpt"):
         for run in (keeps_scores, keeps_scores, let_go, both):
             run(step, batch, wanted)
-    assert [record.getMessage() for record in log.records if record.name == "torchckpt"] == [
+    assert [record.getMessage() for record in caplog.records if record.name == "torchckpt"] == [
         "Scored: backward without 1 of the outputs' gradients. Plan: 475.1 kB of 475.1 kB, +0.0%"
     ]
