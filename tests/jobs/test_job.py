@@ -45,6 +45,24 @@ def test_a_rank_with_both_ends_has_one_table_if_they_are_tied():
     assert sum(dense for dense, _ in job(model, head="split").rank_parameters) == model.parameters - SMALL.hidden
 
 
+def test_ranks_at_both_ends_sum_the_gradients_of_a_table_that_is_tied():
+    """Whole ones with ZeRO-1, of a shard with FSDP2; nobody else does."""
+    model, table = replace(SMALL, tied=True), SMALL.embedding_parameters
+    layout = {"gpus": 16, "pp": 4, "dp": 4}
+
+    def sums(model=model, **changes):
+        return [each for each in job(model, **layout, **changes).collectives if each.dimension == "ends"]
+
+    zero, sharded = (job(model, **layout, state=state) for state in ("zero1", "fsdp2"))
+    assert sums() == [Collective("all_reduce", round(table * zero.layout.software.gradient_bytes), 2, "ends", "step")]
+    assert [each.bytes for each in sums(state="fsdp2")] == [
+        round(table / 4 * sharded.layout.software.gradient_bytes)
+    ]
+    assert sums(SMALL) == sums(head="split") == sums(schedule="zbv") == []
+    longer = zero.once_seconds - replace(zero, model=SMALL).once_seconds
+    assert longer == pytest.approx(H100.collective(sums()[0], zero.layout.stride("ends")))  # 12 apart: in two nodes
+
+
 def test_biases_of_what_ranks_sum_are_whole():
     model = Model(
         "", layers=2, hidden=64, heads=4, ffn=256, vocab=512, experts=4, active=2, shared=2, expert_ffn=128, biases=True
@@ -149,7 +167,11 @@ def test_collectives_of_the_state():
     replicas = job(pp=1, dp=8, gpus=8, shards=4, state="fsdp2").collectives[-1]
     assert replicas == Collective("all_reduce", layer // 2, 2, "replicas", "backward")
     assert job(pp=1, dp=4).collectives == (
-        Collective("reduce_scatter", 2 * size, 4, "dp", "step"), Collective("all_gather", size, 4, "dp", "step")
+        Collective("all_gather", size, 4, "dp", "step"), Collective("reduce_scatter", 2 * size, 4, "dp", "step")
+    )  # fmt: skip
+    assert job(pp=1, dp=4, shards=2).collectives == (
+        Collective("all_gather", size, 2, "dp", "step"), Collective("reduce_scatter", 2 * size, 2, "dp", "step"),
+        Collective("all_reduce", size, 2, "replicas", "step"),
     )  # fmt: skip
     assert job(pp=1, dp=4, state="none").collectives == (Collective("all_reduce", 2 * size, 4, "dp", "step"),)
     halves = job(pp=1, dp=4, state="none", software=Software(gradient_bytes=2.0))

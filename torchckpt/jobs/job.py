@@ -184,8 +184,8 @@ class Job:
         return self._told(self._shared_weights(*self.held_parameters(layer)), phase)
 
     def _shared_weights(self, dense: float, routed: float = 0.0) -> tuple[Collective, ...]:
-        """How FSDP2 gathers the weights of so many parameters, those of experts apart, and again in the backward if it
-        has freed them, and reduces their gradients. In a pipeline that happens once a step."""
+        """How the weights of so many parameters, those of experts apart, are gathered and their gradients reduced where
+        ranks share the state. FSDP2 gathers again in the backward if it has freed them; once a step in a pipeline."""
         layout = self.layout
         ranks, same = (layout.state_ranks, layout.expert_state_ranks), (layout.dp * layout.cp, layout.expert_ranks)
         groups = zip((dense, routed), ranks, same, ("dp", "expert_dp"))
@@ -193,10 +193,11 @@ class Job:
 
     def _shared_group(self, parameters: float, ranks: int, same: int, dimension: str) -> Iterator[Collective]:
         """Those of the ``ranks`` that share parameters, and of all that hold the ``same``, if these are more."""
-        software, is_staged = self.layout.software, self.layout.pp > 1
-        phases = ("step", "step") if is_staged else ("forward", "backward")
-        size = round(software.reduce_bytes * parameters)
-        for phase in phases[: 2 if software.resharded and not is_staged else 1]:
+        software, is_fsdp = self.layout.software, self.layout.state == "fsdp2"
+        is_once = self.layout.pp > 1 or not is_fsdp
+        phases = ("step", "step") if is_once else ("forward", "backward")
+        size = round((software.reduce_bytes if is_fsdp else software.gradient_bytes) * parameters)
+        for phase in phases[: 2 if software.resharded and not is_once else 1]:
             yield Collective("all_gather", round(2 * parameters), ranks, dimension, phase)
         yield Collective("reduce_scatter", size, ranks, dimension, phases[1])
         yield Collective("all_reduce", size // ranks, same // ranks, "replicas", phases[1])
@@ -211,23 +212,27 @@ class Job:
         """Those of the last layer for one micro-batch; those of the phase ``step`` are of the whole rank, once."""
         layer = self.model.layers - 1
         shared = self._shared_weights(*self.held_parameters(layer)) if self.layout.state == "fsdp2" else ()
-        parts = (*self.work[self.model.is_dense(layer)].collectives, *shared, *self._gradients)
+        parts = (*self.work[self.model.is_dense(layer)].collectives, *shared, *self._gradients, *self._tied)
         return tuple(each for each in parts if each.ranks > 1)
 
     @cached_property
     def _gradients(self) -> tuple[Collective, ...]:
         """What data-parallel ranks do once a step without FSDP2: gradients as they are held, weights in two bytes."""
-        layout, ranks, wide = self.layout, self.layout.dp * self.layout.cp, self.layout.software.gradient_bytes
-        if layout.state == "fsdp2":
+        layout, (dense, routed) = self.layout, max(self.rank_parameters, key=sum)
+        if layout.state != "none":
+            return self._shared_weights(dense, routed) if layout.state == "zero1" else ()
+        groups = ((dense, layout.dp * layout.cp, "dp"), (routed, layout.expert_ranks, "expert_dp"))
+        wide = layout.software.gradient_bytes
+        return tuple(Collective("all_reduce", round(n * wide), ranks, of, "step") for n, ranks, of in groups if n)
+
+    @cached_property
+    def _tied(self) -> tuple[Collective, ...]:
+        """The sum of a table's gradients, of which the first and the last rank of the pipeline have one each."""
+        layout, table = self.layout, self.model.embedding_parameters / self.layout.tp
+        if not self.model.tied or layout.head == "split" or layout.placement[0] == layout.placement[-1]:
             return ()
-        kinds = {"reduce_scatter": wide, "all_gather": 2} if layout.state == "zero1" else {"all_reduce": wide}
-        groups = ((ranks, "dp"), (layout.expert_ranks, "expert_dp"))
-        return tuple(
-            Collective(kind, round(size * wire), count, dimension, "step")
-            for size, (count, dimension) in zip(max(self.rank_parameters, key=sum), groups)
-            for kind, wire in kinds.items()
-            if size
-        )
+        held = table / layout.state_ranks if layout.state == "fsdp2" else table
+        return (Collective("all_reduce", round(held * layout.software.gradient_bytes), 2, "ends", "step"),)
 
     @cached_property
     def _fsdp_ends(self) -> float:
@@ -306,10 +311,11 @@ class Job:
 
     @cached_property
     def once_seconds(self) -> float:
-        """What a step does once: gradients across data-parallel ranks that nothing hides, the optimizer."""
+        """What a step does once: gradients that nothing hides, of data-parallel ranks and of tied ends; the optimizer.
+        """
         layout, machine = self.layout, self.machine
         dense, routed = max(self.rank_parameters, key=sum)
-        seconds = 2e-3 + machine.stream(30 * self.shared(dense, routed))
+        seconds = 2e-3 + machine.stream(30 * self.shared(dense, routed)) + self._told(self._tied, "step")
         if layout.state == "fsdp2":
             if layout.pp > 1:  # gathered and reduced once a step
                 each = {dense: self._shared_seconds(dense, "step") for dense in self.work}

@@ -183,9 +183,9 @@ class Layout:
 
     def stride(self, dimension: str) -> int:
         """How far apart the ranks of a dimension lie: of ``tp``, ``cp``, ``ep``, ``dp``, ``pp``; of ``replicas``, whose
-        groups share the state, and of ``expert_dp``, that hold the same experts."""
+        groups share the state, of ``expert_dp``, that hold the same experts, and of ``ends``, of the pipeline."""
         apart = {"tp": 1, "ep": self.etp, "expert_dp": self.etp * self.ep, "replicas": self.tp * self.state_ranks,
-                 "pp": self.gpus // self.pp}  # fmt: skip
+                 "pp": self.gpus // self.pp, "ends": self.gpus // self.pp * (self.pp - 1)}  # fmt: skip
         return apart.get(dimension, self.tp)
 
     @property
