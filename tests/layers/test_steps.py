@@ -549,6 +549,19 @@ def test_a_parabola_is_no_line_however_near_the_origin_one_size_is(lengths):
         assert recomputes(model, torch.randn(2, lengths[2], 48)) == 4
 
 
+@pytest.mark.parametrize("is_cast", [True, False])
+def test_weights_that_each_call_makes_hide_no_parabola(is_cast):
+    layers = [Attention(64) for _ in range(4)]
+    linears = [module for layer in layers for module in layer.modules() if type(module) is nn.Linear]
+    for linear in linears if not is_cast else ():
+        nn.utils.parametrizations.weight_norm(linear)
+    model = Model(layers, size=64)
+    torchckpt.checkpoint_layers(model, "layers.*", budget="1GiB")
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+        counts = [recomputes(model, torch.randn(2, length, 64)) for length in (32, 32, 64, 64, 128)]
+    assert counts == [4, 0, 4, 0, 4]
+
+
 def test_a_foretold_step_is_counted_at_once(model):
     with torchckpt.checkpoint_layers(model, "layers.*", budget="70%") as handle:
         for length in (16, 16, 32, 32, 24, 24):

@@ -129,7 +129,8 @@ def most_of(tooks: Sequence[Took], factors: Sequence[float]) -> Took:
 
 _TOLERANCE = 0.001
 """An amount is foretold by the straight line through the two that were counted. Beyond them, a parabola through both
-and the origin may be above it by this share of the amount. Between them, the line may miss the origin by as much."""
+and the origin may be above it by this share of the amount. Between them, the line may miss the origin by as much. Where
+a call saves more than that at any size, beside what is cached, a parabola would seem a line, too: then only between."""
 _LEAST_SECONDS = 0.5
 """Seconds differ from step to step: those that are foretold are at least this share of the fewest that were seen."""
 _FARTHEST = 2
@@ -163,9 +164,13 @@ def of_another_size(one: tuple[Key, Took], two: tuple[Key, Took], first: tuple[A
     def line(here: float, there: float) -> float:
         return here + ratio * (there - here)
 
+    def start(here: float, there: float) -> float:
+        """What the line says of the size 0."""
+        return here + origin * (there - here)
+
     def misses(here: float, there: float) -> float:
         """How far a parabola through the origin may be above the line, or the line below the origin."""
-        return max(0.0, -max(1.0, above) * (here + origin * (there - here)))
+        return max(0.0, -max(1.0, above) * start(here, there))
 
     def amount(here: float, there: float) -> float:
         return max(0.0, line(here, there) + misses(here, there))
@@ -177,7 +182,10 @@ def of_another_size(one: tuple[Key, Took], two: tuple[Key, Took], first: tuple[A
     amounts = list(zip(took.between_most, other.between_most))
     for here, there in each:
         amounts += zip(here[FIRST_BYTES:], there[FIRST_BYTES:])
-    if any(misses(*pair) > _TOLERANCE * max(*pair, line(*pair)) for pair in amounts):
+    saved = [(here.inner_bytes - here.cached_bytes, there.inner_bytes - there.cached_bytes) for here, there in each]
+    if any(misses(*pair) > _TOLERANCE * max(*pair, line(*pair)) for pair in (*amounts, *saved)):
+        return None
+    if above > 0 and any(start(*pair) > _TOLERANCE * max(pair) for pair in saved):
         return None
     calls = tuple(
         Call(
