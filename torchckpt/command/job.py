@@ -89,9 +89,8 @@ def _run(options: argparse.Namespace, host: Host | None) -> None:
         try:
             best = plan_job(Job(model, layout, machine), options.device_memory, host)
         except KeyboardInterrupt as interrupt:
-            if plan_of(interrupt) is None:
+            if (best := plan_of(stop := interrupt)) is None:
                 raise
-            best, stop = plan_of(interrupt), interrupt
         text, numbers = str(best), best.as_json()
         if best.pipeline is not None and (best.recomputed_share or best.away_share):
             text += f"\n\n{best.pipeline.by_stage()}"

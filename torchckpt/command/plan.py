@@ -129,9 +129,8 @@ def run(options: argparse.Namespace) -> None:
         else:
             plan = plan_pipeline(schedule, stages, budget, link, **more)
     except KeyboardInterrupt as interrupt:
-        if plan_of(interrupt) is None:
+        if (plan := plan_of(stop := interrupt)) is None:
             raise
-        plan, stop = plan_of(interrupt), interrupt
     except ArgumentError as error:
         if _is_in_bytes(options):
             raise
