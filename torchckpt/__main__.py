@@ -13,7 +13,7 @@ try:
     from torchckpt.command.shared import Parser, check_apart, in_options, line, tell
     from torchckpt.errors import CheckpointError
     from torchckpt.notices import notice
-    from torchckpt.planning.plan.pipeline import Interrupted
+    from torchckpt.planning.plan.pipeline import plan_of
     from torchckpt.version import __version__
 except KeyboardInterrupt:  # there is nothing to tell yet
     sys.exit(130)
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as stop:
         if options.command == "memory":  # the script's, as of python
             raise
-        tell(f"{name}: interrupted" + "; this is the best plan so far" * isinstance(stop, Interrupted))
+        tell(f"{name}: interrupted" + "; this is the best plan so far" * (plan_of(stop) is not None))
         return 130
     finally:
         long.cancel()

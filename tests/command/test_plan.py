@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -12,13 +13,17 @@ import pytest
 from tests.command.lines import printed, refused
 from tests.planning.plan.published import CASES
 from torchckpt.__main__ import main
-from torchckpt.planning import named_schedule, to_csv
+from torchckpt.planning import Block, Stage, fixed, named_schedule, one_f_one_b, to_csv
 from torchckpt.planning.plan import PipelinePlan, plan_pipeline
+from torchckpt.planning.plan.every import plan_every
+from torchckpt.planning.plan.pipeline import plan_of
 from torchckpt.planning.plan.search.candidates import Search
 
 SMALL = ("plan", "--schedule", "1f1b", "--stages", "4", "--microbatches", "8", "--blocks", "8,8,8,7")
 COSTS = ("--forward", "1", "--backward", "2", "--weight-grad", "1", "--recompute", "1", "--saved", "1")
 A = (*SMALL, *COSTS, "--boundary", "0.06", "--first", "0.1,0.1,0.02", "--last", "1,2,2")
+TWO = Stage((Block(boundary_bytes=0.06),) * 2)
+UNEVEN = [Stage((Block(boundary_bytes=0.06),) * count) for count in (8, 8, 8, 4)]
 
 
 def test_the_line_that_people_quote(capsys):
@@ -64,6 +69,56 @@ def test_an_interrupt_before_a_plan_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(Search, "_simulated", first)
     assert main([*A, "--budget", "30%"]) == 130
     assert capsys.readouterr() == ("", "python -m torchckpt plan: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    "planning",
+    [
+        lambda: plan_pipeline(one_f_one_b(4, 8), UNEVEN, 2.0),
+        lambda: plan_every([TWO, replace(TWO, before=fixed(saved_bytes=1)), *[TWO] * 6], 4, "80%", ranks=4),
+    ],
+    ids=["least", "reference"],
+)
+def test_an_interrupt_leaves_no_plan_for_more_than_was_asked(monkeypatch, planning):
+    """The error of a budget that is too small has a plan for the least, and a comparison has one for all bytes."""
+
+    def stop(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Search, "run", stop)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        planning()
+    assert plan_of(caught.value) is None
+
+
+def test_an_interrupt_stays_one_with_its_plan(monkeypatch):
+    """Python ends a script by the signal where a KeyboardInterrupt ends it, and by 1 where a subclass of it does."""
+
+    def stop(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Search, "run", stop)
+    schedule, stages, link = CASES["A"]
+    with pytest.raises(KeyboardInterrupt) as caught:
+        plan_pipeline(schedule, stages, "30%", link)
+    assert type(caught.value) is KeyboardInterrupt
+    assert isinstance(plan_of(caught.value), PipelinePlan)
+
+
+def test_an_interrupt_leaves_a_plan_that_says_which_blocks_moved(monkeypatch):
+    running, times = Search.run, iter(range(10**6))
+
+    def second(search):
+        if next(times) == 1:
+            raise KeyboardInterrupt
+        return running(search)
+
+    monkeypatch.setattr(Search, "run", second)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        plan_pipeline(one_f_one_b(4, 8), UNEVEN, "30%", balance=True)
+    plan = plan_of(caught.value)
+    assert plan.problem.stages != tuple(UNEVEN)
+    assert plan.asked.stages == tuple(UNEVEN)
 
 
 def test_an_interrupt_of_the_imports_is_no_traceback():

@@ -13,7 +13,7 @@ from torchckpt.jobs import MODELS, Job, Layout, Machine, machine_named, model_na
 from torchckpt.jobs.layout import RECOMPUTES, SOFTWARE, STATES
 from torchckpt.jobs.plan import drawn
 from torchckpt.planning.order.schedules import CHUNKS
-from torchckpt.planning.plan.pipeline import Interrupted
+from torchckpt.planning.plan.pipeline import plan_of
 from torchckpt.planning.work.host import Host
 
 __all__ = ["add_job", "job_faults", "run_job"]
@@ -88,8 +88,9 @@ def _run(options: argparse.Namespace, host: Host | None) -> None:
     else:
         try:
             best = plan_job(Job(model, layout, machine), options.device_memory, host)
-        except Interrupted as interrupt:
-            best, stop = interrupt.plan, interrupt
+        except KeyboardInterrupt as interrupt:
+            if (best := plan_of(stop := interrupt)) is None:
+                raise
         text, numbers = str(best), best.as_json()
         if best.pipeline is not None and (best.recomputed_share or best.away_share):
             text += f"\n\n{best.pipeline.by_stage()}"

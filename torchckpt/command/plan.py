@@ -36,7 +36,7 @@ from torchckpt.planning.order.schedules import named_schedule
 from torchckpt.planning.plan import PipelinePlan, plan_pipeline
 from torchckpt.planning.plan.every import Comparison, plan_every
 from torchckpt.planning.plan.figures import Rule
-from torchckpt.planning.plan.pipeline import Interrupted
+from torchckpt.planning.plan.pipeline import plan_of
 from torchckpt.planning.work.block import Block, Stage, fixed
 from torchckpt.planning.work.host import Host
 
@@ -128,8 +128,9 @@ def run(options: argparse.Namespace) -> None:
             plan = compared.best
         else:
             plan = plan_pipeline(schedule, stages, budget, link, **more)
-    except Interrupted as interrupt:
-        plan, stop = interrupt.plan, interrupt
+    except KeyboardInterrupt as interrupt:
+        if (plan := plan_of(stop := interrupt)) is None:
+            raise
     except ArgumentError as error:
         if _is_in_bytes(options):
             raise

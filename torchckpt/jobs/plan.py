@@ -19,7 +19,7 @@ from torchckpt.planning.draw.canvas import STYLE, Axis, Canvas
 from torchckpt.planning.draw.units import aligned, percent
 from torchckpt.planning.order.schedules import CHUNKS
 from torchckpt.planning.plan.away import bound_seconds
-from torchckpt.planning.plan.pipeline import Interrupted, planned
+from torchckpt.planning.plan.pipeline import interruptible, planned
 from torchckpt.planning.plan.problem import Problem, problem_of
 from torchckpt.planning.plan.result import PipelinePlan
 from torchckpt.planning.plan.search.bound import busiest_seconds
@@ -225,11 +225,10 @@ def fitting(job: Job, device_bytes: float, host: Host | None = None) -> JobPlan 
     if min(left) <= 0:
         return None
     try:
-        plan = JobPlan(job, device_bytes, planned(_problem(job, left, host)))
+        with interruptible([], lambda plan: JobPlan(job, device_bytes, plan)):
+            plan = JobPlan(job, device_bytes, planned(_problem(job, left, host)))
     except BudgetInfeasible:  # a host may hold what no device does
         return None
-    except Interrupted as stop:
-        raise Interrupted(JobPlan(job, device_bytes, stop.plan)) from None
     parts = under(job, "selective")  # of each layer, which the planner keeps or recomputes whole
     is_best = host is None and fits(parts, device_bytes) and parts.step_seconds < plan.step_seconds * (1 - _ROUNDING)
     return JobPlan(parts, device_bytes) if is_best else plan

@@ -90,7 +90,8 @@ def plan_every(
         raise_fault(Fault("no schedule has these counts", received, "as many stages as ranks"))
     schedule, cut = fitting[0]
     limits = None if isinstance(budget, DeviceMemory) else problem_of(schedule, cut, budget, link).budget_bytes
-    reference = planned(problem_of(schedule, cut, "100%", link))
+    with interruptible([], lambda plan: None):  # for more than was asked
+        reference = planned(problem_of(schedule, cut, "100%", link))
     plans: list[PipelinePlan] = []
     refused = []
     for schedule, cut in fitting:

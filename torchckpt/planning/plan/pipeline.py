@@ -12,7 +12,7 @@ reaches the bound (:mod:`bound`) or a fixed number of tries is used up.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -30,29 +30,28 @@ from torchckpt.planning.work.block import Links, Stages
 from torchckpt.planning.work.choice import Choice, first_blocks
 from torchckpt.planning.work.host import Host
 
-__all__ = ["Interrupted", "interruptible", "plan_bound", "plan_pipeline", "planned", "planned_with_moves"]
+__all__ = ["interruptible", "plan_bound", "plan_of", "plan_pipeline", "planned", "planned_with_moves"]
 
 _ROUNDING = 1e-9
 
 
-class Interrupted(KeyboardInterrupt):
-    """An interrupt of a search that has found a plan: the best so far."""
-
-    def __init__(self, plan: Any) -> None:
-        super().__init__()
-        self.plan = plan
+def plan_of(stop: KeyboardInterrupt) -> Any:
+    """The best plan that was found for what was asked before ``stop``; None, if none was."""
+    return vars(stop).get("plan")
 
 
 @contextmanager
-def interruptible(plans: list[PipelinePlan]) -> Iterator[None]:
-    """Have an interrupt carry the shortest of ``plans`` and its own."""
+def interruptible(
+    plans: list[PipelinePlan], as_asked: Callable[[PipelinePlan], Any] = lambda plan: plan
+) -> Iterator[None]:
+    """Have an interrupt carry the shortest of ``plans`` and of what it carries already, ``as_asked``. It stays what it
+    is: Python ends a script by the signal for no subclass of KeyboardInterrupt."""
     try:
         yield
     except KeyboardInterrupt as stop:
-        plans += [stop.plan] if isinstance(stop, Interrupted) else []
-        if not plans:
-            raise
-        raise Interrupted(min(plans, key=lambda plan: plan.step_seconds)) from None
+        plans += [] if plan_of(stop) is None else [plan_of(stop)]
+        vars(stop)["plan"] = as_asked(min(plans, key=lambda plan: plan.step_seconds)) if plans else None
+        raise
 
 
 def planned(problem: Problem) -> PipelinePlan:
@@ -65,21 +64,21 @@ def planned(problem: Problem) -> PipelinePlan:
     target = problem.bound_seconds
     if kept and kept.step_seconds <= target * (1 + _ROUNDING):
         return kept
-    search = Search(problem.program, problem.lanes, target, keep_all=kept is not None)
     with interruptible(plans := [kept] if kept else []):
+        search = Search(problem.program, problem.lanes, target, keep_all=kept is not None)
         try:
-            best = search.run()
+            plans.append(_plan(problem, search.run()))
         except KeyboardInterrupt:
             plans.append(_plan(problem, search.best))
             raise
-    return min([*plans, _plan(problem, best)], key=lambda plan: plan.step_seconds)
+    return min(plans, key=lambda plan: plan.step_seconds)
 
 
 def _beside_host(problem: Problem) -> PipelinePlan:
     """The shortest of the plans that send blocks away and of those that do not."""
     alone = replace(problem, host=None)
     plans: list[PipelinePlan] = []
-    with interruptible(plans):
+    with interruptible(plans, lambda plan: replace(plan, problem=problem)):
         if not alone.too_small:
             plans.append(replace(planned(alone), problem=problem))
         away, offloading = planned_away(problem)
@@ -137,7 +136,9 @@ def _refuse(problem: Problem) -> NoReturn:
     rule = f"the {limit} is too small: rank {rank} needs {least} bytes even if it recomputes everything{host}"
     received = f"{whole(given[rank])} bytes for rank {rank}{taken}{also}"
     fault = Fault(rule, received, f"{works} fewer micro-batches in flight, or smaller ones")
-    raise BudgetInfeasible(str(fault), needs[rank], planned(problem.within(needed)), rank)
+    with interruptible([], lambda plan: None):  # for more than was asked
+        plan = planned(problem.within(needed))
+    raise BudgetInfeasible(str(fault), needs[rank], plan, rank)
 
 
 _PLANNED = 3
@@ -148,16 +149,19 @@ _WORK = 200_000
 
 def planned_with_moves(problem: Problem) -> PipelinePlan:
     """The best plan of ``problem``, with blocks moved between its stages or not."""
+
+    def as_asked(plan: PipelinePlan) -> PipelinePlan:
+        return plan if plan.problem.stages == problem.stages else replace(plan, asked=problem)
+
     path = _path(problem)
     plans: list[PipelinePlan] = []
-    with interruptible(plans):
+    with interruptible(plans, as_asked):
         for moved in dict.fromkeys([*path[-_PLANNED:], path[0]]):
             with suppress(BudgetInfeasible):
                 plans.append(planned(moved))
     if not plans:
         return planned(problem)  # which says what is wrong
-    best = min(plans, key=lambda plan: plan.step_seconds)
-    return best if best.problem.stages == problem.stages else replace(best, asked=problem)
+    return as_asked(min(plans, key=lambda plan: plan.step_seconds))
 
 
 def _path(problem: Problem) -> list[Problem]:
