@@ -130,3 +130,21 @@ def test_bytes_of_tensors_are_those_of_their_storages(device):
     assert bytes_of([]) == 0
     assert bytes_of([x, x[3:], x.view(2, -1), weight.detach()]) == 2 * BYTES
     assert bytes_of([x, weight.detach()], but=[weight, torch.ones(3, device=device)]) == BYTES
+
+
+@pytest.mark.parametrize("changed", ["input", "result", "weight"])
+def test_what_is_changed_in_place_is_an_error_as_without_it(changed):
+    """Torch compares no versions of what saved-tensor hooks have."""
+
+    def backward():
+        x, layer = leaf(4, 4) * 1, nn.Linear(4, 4)
+        y = layer(x).exp()
+        tensors = {"input": x, "result": y, "weight": layer.weight}
+        with torch.no_grad():
+            tensors[changed].add_(1)
+        y.sum().backward()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"), saved_bytes():
+        backward()
