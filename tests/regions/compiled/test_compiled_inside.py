@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounter
 
 from tests.helpers import Block, leaf
 from tests.slow import slow_but
-from torchckpt import Checkpointing, Pipe, checkpoint, checkpoint_module
+from torchckpt import Checkpointing, Pipe, checkpoint, checkpoint_module, is_recomputing
 from torchckpt.errors import ArgumentError, RecomputationError
 from torchckpt.testing import count_recomputes
 
@@ -258,3 +258,39 @@ def test_a_number_outside_that_changes_is_an_error():
     scale.add_(1)
     with pytest.raises(RecomputationError, match="inplace operation"):
         outputs.sum().backward()
+
+
+class Counting(nn.Module):
+    """A block with a guarded counter, and a buffer that it moves and reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 4), 0
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x):
+        if not is_recomputing():
+            self.calls += 1
+        self.steps += 1
+        return self.linear(x + self.steps).sin()
+
+
+@pytest.mark.parametrize("compiles", ["module.compile()", "its forward"])
+def test_compiled_block_that_asks_whether_it_is_recomputed_finds_its_buffers(compiles):
+    torch.manual_seed(0)
+    regions = copy.deepcopy(block := Counting())
+    call = regions
+    if compiles == "its forward":
+        compiled = torch.compile(regions.forward, backend="aot_eager")
+        call = lambda x: checkpoint(compiled, x)  # noqa: E731
+    else:
+        checkpoint_module(regions)
+        regions.compile(backend="aot_eager")
+    for _ in range(3):
+        x, y = leaf(3, 4), leaf(3, 4)
+        y.data.copy_(x.data)
+        block(x).sum().backward()
+        call(y).sum().backward()
+        assert torch.equal(y.grad, x.grad)
+    assert torch.equal(regions.linear.weight.grad, block.linear.weight.grad)
+    assert (regions.calls, regions.steps.item()) == (block.calls, block.steps.item()) == (3, 3)

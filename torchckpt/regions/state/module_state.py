@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchckpt.errors import RecomputationError
-from torchckpt.modules import imported, name_of
+from torchckpt.modules import imported, module_of, name_of, uncompiled
 from torchckpt.regions.flags import state_lock
 from torchckpt.regions.private import alive, set_version, storage_key
 from torchckpt.regions.state.layout import Copy, Layout, layout_of, lengths_of, values_of
@@ -50,9 +50,9 @@ _EMPTY: dict[Any, Any] = {}
 
 class ModuleState:
     """The parameters, buffers and modes that one forward found on its modules. ``is_reached``: some of these are not
-    the function's own, and it may never call them."""
+    the function's own, and it may never call them; ``is_plain``: nor is it a compiled method of one."""
 
-    def __init__(self, layout: Layout, values: list[Any], is_locked: bool, is_reached: bool) -> None:
+    def __init__(self, layout: Layout, values: list[Any], is_locked: bool, is_reached: bool, is_plain: bool) -> None:
         self.layout, self._values, self._is_locked, self._is_reached = layout, values, is_locked, is_reached
         self._versions = _versions(values, len(layout.children))
         self._flags = layout.flags()
@@ -75,7 +75,7 @@ class ModuleState:
         """Buffers that are not leaves. ``_buffers`` has a detached alias of each."""
         if not layout.is_simple or len(values) > layout.without_buffers:
             for key, tensor in layout.buffers():
-                if is_reached and layout.asks(key):  # it may be updated under a guard, and then used
+                if is_plain and layout.asks(key):  # it may be updated under a guard, and then used
                     self._left_out.add(key)
                 elif tensor is not None and tensor.grad_fn is not None:  # the tensor would keep its graph alive
                     self._buffers[key] = tensor.detach().requires_grad_(), None
@@ -248,11 +248,12 @@ def record_state(function: Function, args: Sequence[Any], is_reached: bool) -> t
     if layout_with_values is None:
         return None, False
     layout, values = layout_with_values
+    is_plain = is_reached and module_of(uncompiled(function)) is None
     if not layout.changing:
-        return ModuleState(layout, values, False, is_reached), False
+        return ModuleState(layout, values, False, is_reached, is_plain), False
     lock_state(function, "forward")
     try:
-        return ModuleState(layout, values_of(layout.tables), True, is_reached), True
+        return ModuleState(layout, values_of(layout.tables), True, is_reached, is_plain), True
     except BaseException:
         state_lock.release()
         raise
