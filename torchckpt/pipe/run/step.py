@@ -133,15 +133,14 @@ class CutTensor:
         arrived.__dict__.update(self._attributes)
         return arrived
 
-    def give_own_memory(self) -> None:
-        """Likewise as of first gradients: a leaf that is no parameter may hold this one as its own."""
-        self._taken[:] = [copy_of(each) if _is_shared(each) else each for each in self._taken]
-
     def send_back(self) -> None:
         """Send the gradient back. Call it after the receiver's backward."""
         if self._taken:
             receiver, sender = self._back
-            self._gradient = AsyncCopy(self._taken.pop(), receiver).sent(sender)
+            gradient = self._taken.pop()
+            if _is_shared(gradient):  # a leaf that is no parameter may have it as its own
+                gradient = copy_of(gradient)
+            self._gradient = AsyncCopy(gradient, receiver).sent(sender)
 
     def gradient(self) -> Tensor | None:
         return None if self._gradient is None else self._gradient.arrived(self._back[1].place)
@@ -287,13 +286,10 @@ class Step:
                 torch.autograd.backward([root for root, _ in due], [gradient for _, gradient in due])
         self._give_own_memory(j)
         for cut in pending.received:
-            cut.give_own_memory()
-        for cut in pending.received:
             cut.send_back()
 
     def _give_own_memory(self, j: int) -> None:
-        """Give first gradients memory of their own. Autograd may give two parameters the same, or one and a cut, and a
-        later backward adds to it in place."""
+        """Give first gradients memory of their own. Autograd may give two parameters the same, or one and a cut."""
         for parameter in self._bare[j]:
             gradient = parameter.grad
             if gradient is not None and _is_shared(gradient):
@@ -302,6 +298,7 @@ class Step:
 
 
 def _is_shared(gradient: Tensor) -> bool:
+    """Whether another tensor has the memory of ``gradient``, too: a later backward may add to it in place."""
     return gradient.layout == torch.strided and use_count(gradient) > 1
 
 

@@ -264,8 +264,8 @@ class StageCall(NamesModules):
         if copied:
             tensors = tuple(copy_of(tensor) if n in copied else tensor for n, tensor in enumerate(tensors))
         if is_forward:
-            wanted = self._views if is_graded else ()
-            self._views = frozenset(n for n in wanted if has_strides(x := tensors[n]) and not x._is_view())
+            viewed = self._views if is_graded else ()
+            self._views = frozenset(n for n in viewed if has_strides(tensors[n]) and not tensors[n]._is_view())
         if self._views:
             # view_as() may change the stride of a dimension of size one.
             views = {n: copy_attributes(tensors[n], tensors[n][...]) for n in self._views}
