@@ -414,3 +414,19 @@ def test_what_policies_of_other_threads_keep_does_not_count():
 
     assert in_threads(first, lambda: count(1000, lambda: left.wait(30))) == [80, 8000]
     assert torch.utils.checkpoint._VersionWrapper.__init__ is init
+
+
+def test_what_is_changed_in_place_is_an_error_as_without_it():
+    """Torch compares no versions of what saved-tensor hooks have."""
+
+    def step():
+        y = leaf(4, 4).exp()
+        loss = y.sum()
+        with torch.no_grad():
+            y.add_(1)
+        loss.backward()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved_by_line(step)

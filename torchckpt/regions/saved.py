@@ -12,7 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torchckpt.regions.private import keep_from_dynamo, look_through
 from torchckpt.tensors import inner_tensors, version_of
 
-__all__ = ["SavedBytes", "bytes_of", "held", "saved_bytes", "storage_of", "storages_of", "telling_of_saved"]
+__all__ = [
+    "SavedBytes", "bytes_of", "held", "saved_bytes", "storage_of", "storages_of", "telling_of_saved", "unchanged",
+]
 
 
 class SavedBytes:
@@ -43,26 +45,27 @@ def held(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_leaf else tensor.detach()
 
 
+def unchanged(tensor: Tensor, version: int) -> Tensor:
+    """``tensor``, which was saved at this version. Raises, as autograd does where there are no hooks, if it was changed
+    in place since: torch looks at no version of what hooks have."""
+    if version_of(tensor) != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} "
+            "instead\n  works:    the operation out of place, such as x = x + 1 instead of x.add_(1)"
+        )
+    return tensor
+
+
 def telling_of_saved(note: Callable[[Tensor], object]) -> saved_tensors_hooks:
-    """A context in which ``note`` gets each tensor that autograd saves in this thread. A backward through one that was
-    changed in place is an error, as without hooks: torch looks at no version of what hooks have."""
+    """A context in which ``note`` gets each tensor that autograd saves in this thread."""
 
     def pack(tensor: Tensor) -> tuple[Tensor, int]:
         note(tensor)
         return held(tensor), version_of(tensor)
 
-    def unpack(kept: tuple[Tensor, int]) -> Tensor:
-        tensor, version = kept
-        if version_of(tensor) != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} "
-                "instead\n  works:    the operation out of place, such as x = x + 1 instead of x.add_(1)"
-            )
-        return tensor
-
     look_through(pack)
-    return saved_tensors_hooks(pack, unpack)
+    return saved_tensors_hooks(pack, lambda kept: unchanged(*kept))
 
 
 keep_from_dynamo(telling_of_saved)

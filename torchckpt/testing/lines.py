@@ -23,8 +23,8 @@ from torchckpt.planning.draw.units import aligned, percent, units_of_bytes
 from torchckpt.planning.figures import Drawn
 from torchckpt.regions.places import Place, operation_of, place_of, shown_line
 from torchckpt.regions.private import is_fake, keep_from_dynamo, kept_by_policies, look_through, number_of, running_node
-from torchckpt.regions.saved import SavedBytes, held, storage_of
-from torchckpt.tensors import node_name, nodes_behind, tensors_in
+from torchckpt.regions.saved import SavedBytes, held, storage_of, unchanged
+from torchckpt.tensors import node_name, nodes_behind, tensors_in, version_of
 from torchckpt.testing.counts import check_step
 
 __all__ = ["KeptStorages", "SavedByLine", "SavedLine", "lines_of", "saved_by_line", "storages_alive"]
@@ -154,7 +154,7 @@ class _SavedTensor:
     """What autograd holds in place of a saved tensor, as long as it holds it."""
 
     def __init__(self, tensor: Tensor, changes: list[tuple[StorageWeakRef, int]], *storages: StorageWeakRef) -> None:
-        self.tensor, self._changes, self._storages = tensor, changes, storages
+        self.tensor, self.version, self._changes, self._storages = tensor, version_of(tensor), changes, storages
         changes.extend((storage, 1) for storage in storages)
 
     def __del__(self) -> None:
@@ -218,7 +218,7 @@ class KeptStorages(SavedBytes):
 
     def _unpack(self, saved: _SavedTensor) -> Tensor:
         self.learn(running_node())
-        return saved.tensor
+        return unchanged(saved.tensor, saved.version)
 
     def _saved(self, tensor: Tensor, caller: FrameType | None = None) -> _SavedTensor:
         if self._before is None:
