@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import torchckpt
-from tests.slow import slow
+from tests.slow import few, slow
 from torchckpt import ArgumentError, BudgetInfeasible, RegionError, checkpoint_layers, checkpoint_module, graph
 from torchckpt.costs import pipeline_costs
 from torchckpt.distributed import recompute_ahead
@@ -91,6 +91,7 @@ INFEASIBLE = {
 }
 
 
+@few(1)
 @pytest.mark.usefixtures("quick_planner", "quick_search")
 @pytest.mark.parametrize("refused", INFEASIBLE.values(), ids=INFEASIBLE)
 @pytest.mark.parametrize(

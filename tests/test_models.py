@@ -11,6 +11,7 @@ from tests.graph.eager import assert_same, step
 from tests.models import BENCHMARK, MODELS
 from tests.models.image import Basic, Bottleneck
 from tests.models.sequence import Attention, Block, Experts
+from tests.slow import few
 
 PARAMETERS = {
     "gpt24": 21_168,
@@ -68,6 +69,7 @@ def test_model_is_in_training_mode_and_has_this_many_parameters(name, build):
     assert sum(parameter.numel() for parameter in case.model.parameters()) == PARAMETERS[name]
 
 
+@few(5)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_weights_inputs_and_step_follow_from_the_seed(name, build):
     before = torch.get_rng_state()
@@ -79,12 +81,14 @@ def test_weights_inputs_and_step_follow_from_the_seed(name, build):
     assert not all(map(torch.equal, case.inputs, case.make_inputs(1)))
 
 
+@few(10)
 @pytest.mark.parametrize("name", [name for name, parameters in PARAMETERS.items() if parameters])
 def test_weights_of_another_seed_differ(name, build):
     first, other = (list(build(name, seed=seed).model.parameters()) for seed in (0, 1))
     assert not all(map(torch.equal, first, other))
 
 
+@few(9)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_loss_is_a_finite_scalar_and_all_that_it_reads_has_a_gradient(name, build):
     case = build(name)
@@ -244,6 +248,7 @@ def test_models_of_the_transformers_library_use_the_fused_operator_and_no_cache(
     assert config.use_cache is False
 
 
+@few(1)
 @pytest.mark.parametrize(("name", "megabytes"), [("mlp24", 15.2), ("gpt6", 60.3), ("resnet20", 51.5)])
 def test_peak_of_a_step_at_the_size_of_the_benchmarks(name, megabytes, build):
     case = build(name, **BENCHMARK[name])

@@ -19,6 +19,7 @@ from torch._subclasses import FakeTensorMode
 
 from tests.helpers import leaf
 from tests.scripts import run
+from tests.slow import few
 from torchckpt.features import TESTED, release_of
 
 UNTIL = {
@@ -228,6 +229,7 @@ WORKAROUNDS = {
 """By workaround, what torch does without it."""
 
 
+@few(7)
 @pytest.mark.parametrize("workaround", WORKAROUNDS)
 def test_torch_needs_it(workaround):
     WORKAROUNDS[workaround]()

@@ -18,7 +18,7 @@ from benchmarks.peers.isolated import isolated
 from benchmarks.peers.libraries import LIBRARIES
 from benchmarks.peers.tiny.settings import Scale, shrunk, token
 from tests.scripts import ROOT, run, run_script
-from tests.slow import rarely
+from tests.slow import few, rarely
 
 TORCH, OURS = WAYS
 HAS_REMAT = importlib.util.find_spec("torch_remat") is not None
@@ -168,6 +168,7 @@ def transformers():
     return library
 
 
+@few(1)
 @pytest.mark.filterwarnings("ignore")  # those of transformers
 @pytest.mark.parametrize("family", rarely(["gpt2", "mixtral", "clip", "whisper"], CROSS_SECTION))
 def test_a_family_of_transformers(transformers, family):

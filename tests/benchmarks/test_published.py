@@ -29,6 +29,7 @@ def shares(errors):
     return [abs(error.share) * 100 for error in errors]
 
 
+@pytest.mark.slow
 def test_step_times(rows):
     errors = predict.times(rows, predict.KINDS[0])
     assert len(errors) == 228

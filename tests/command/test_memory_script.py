@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from tests.slow import few
 from torchckpt.__main__ import main
 from torchckpt.command.memory import run_script
 from torchckpt.testing import SavedByLine
@@ -97,6 +98,7 @@ def test_a_backward_that_makes_a_graph_is_no_pass(ran, how):
     assert len(set(ran(penalised, most=4).totals)) == 1
 
 
+@few(1)
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch 2.15, where it compiles such a layer
 @pytest.mark.parametrize("compiled", [
     'net = torch.compile(net, backend="aot_eager")',

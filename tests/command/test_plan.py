@@ -12,6 +12,7 @@ import pytest
 
 from tests.command.lines import printed, refused
 from tests.planning.plan.published import CASES
+from tests.slow import few
 from torchckpt.__main__ import main
 from torchckpt.planning import Block, Stage, fixed, named_schedule, one_f_one_b, to_csv
 from torchckpt.planning.plan import PipelinePlan, plan_pipeline
@@ -242,6 +243,7 @@ BAD = [
 ]
 
 
+@few(26)
 @pytest.mark.parametrize(("arguments", "message"), BAD)
 def test_bad_input_is_one_line(capsys, arguments, message):
     assert message in refused(capsys, *SMALL, *arguments)

@@ -158,6 +158,7 @@ class Gives(nn.Module):
         return self.give(self.blocks(x))
 
 
+@few(1)
 @pytest.mark.parametrize("give", [lambda x: {"x": x}, lambda x: ([x],), lambda x: [{"x": (x,)}]])
 def test_a_container_ends_a_stage_as_a_tensor_does(give):
     def build(give):

@@ -273,6 +273,7 @@ def test_static_bytes_by_what_is_sharded_over_what():
     assert "sharded over" not in str(alone)
 
 
+@few(1)
 @pytest.mark.parametrize("is_frozen", [True, False])
 def test_what_fsdp_leaves_whole_is_gathered_and_its_shares_are_static(is_frozen):
     """A frozen stage has no backward, and the outermost module stays whole after its forward."""

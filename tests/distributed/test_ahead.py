@@ -25,6 +25,7 @@ from tests.distributed.stages import (
     step,
 )
 from tests.settings import with_gloo
+from tests.slow import few
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead, schedule_of
 from torchckpt.distributed.ahead import MEASURED_STEPS
@@ -238,6 +239,7 @@ def test_nothing_is_shown_before_a_step(show):
     assert getattr(schedule, show)() is not None
 
 
+@few(3)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", [*SINGLE, *TWO_STAGES])
 def test_report_is_a_table_of_the_steps_and_stages(name):

@@ -219,7 +219,7 @@ def marked(x):
     return mark(k.exp().tanh()).sum()
 
 
-@few(3)
+@few(2)
 @pytest.mark.parametrize(
     ("keep", "saved", "recomputed"),
     [

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.helpers import leaf
+from tests.slow import few
 from torchckpt import graph
 from torchckpt.graph import progress
 from torchckpt.graph.progress import Watch
@@ -164,6 +165,7 @@ def test_a_trace_that_takes_long_shows_on_a_terminal(clock, monkeypatch):
     )
 
 
+@few(1)
 @pytest.mark.parametrize("take", [
     lambda: graph.rematerialize(Chain(), torch.ones(2, 50)),
     lambda: graph.gradient(Chain(), torch.ones(2, 50)),

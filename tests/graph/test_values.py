@@ -7,6 +7,7 @@ from torch import nn
 
 from tests.graph.traced import joint_of
 from tests.helpers import leaf
+from tests.slow import few
 from torchckpt.graph import mark, region
 from torchckpt.graph.keep import Value, Values
 
@@ -76,6 +77,7 @@ def test_two_outputs_of_one_operation_have_shapes_of_their_own():
     ]
 
 
+@few(2)
 @pytest.mark.parametrize("inside", ["one", "two", "apart", "leaves"])
 def test_depths(inside):
     """0: kept. What enters a region is kept as what is around that region is."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.slow import few
 from torchckpt.errors import BudgetInfeasible
 from torchckpt.jobs import MACHINES, MODELS, Job, Layout, Model, Software, memory_of, plan_job
 from torchckpt.jobs.layout import SOFTWARE
@@ -219,6 +220,7 @@ def test_what_a_backward_needs_beside_what_is_saved():
     assert memory_of(unfused)[0].working == saved.whole - saved.kept > 0
 
 
+@few(63)
 @pytest.mark.parametrize("vocab", [1000, 32000, 128000])
 @pytest.mark.parametrize("batch", [4, 8])
 @pytest.mark.parametrize("hidden", [512, 2048, 8192])

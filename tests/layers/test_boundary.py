@@ -45,7 +45,7 @@ def test_what_is_planned_is_taken_but_for_the_input_of_the_last_layer(budget):
     assert 0 < kept < 12
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("holds", [False, True])
 @pytest.mark.parametrize("between", [None, wide])
 @pytest.mark.parametrize("seed", [*slow([0]), 1, 2])

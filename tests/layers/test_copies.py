@@ -40,6 +40,7 @@ class Holding(nn.Module):
         return self.layers(x)
 
 
+@few(1)
 @COPIES
 def test_the_handle_in_a_copy_is_that_of_the_copy(copied):
     model, x = Holding(budget="100%"), torch.randn(16, 8)
@@ -70,7 +71,7 @@ def test_the_handle_in_a_copy_without_a_budget(copied):
     assert recomputes(other, x) == 0
 
 
-@few(3)
+@few(2)
 @COPIES
 @pytest.mark.parametrize("inside", [True, False])
 def test_copies_of_copies_have_one_hook(copied, inside):

@@ -85,6 +85,7 @@ def model(accelerator):
     return Model([Wide(16, 64) for _ in range(6)]).to(accelerator)
 
 
+@few(1)
 @pytest.mark.parametrize("others", [0, 100], ids=lambda others: f"others have {others} steps")
 def test_the_memory_of_the_whole_device(model, accelerator, others):
     x = torch.randn(8, 64, 16).to(accelerator)
@@ -171,7 +172,7 @@ def garbage(accelerator):
     circle.append(circle)
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("frees_in", [0, 2])
 @pytest.mark.parametrize("made", [old_loss, unused_loss, garbage])
 def test_a_counted_step_that_frees_what_others_made(accelerator, made, frees_in):

@@ -179,7 +179,7 @@ def test_blocks_of_one_class_and_no_common_shape():
 SMALL = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize(("make", "count"), [
     (lambda t: t.GPT2LMHeadModel(t.GPT2Config(n_layer=3, n_embd=16, n_head=2, vocab_size=20)), 3),
     (lambda t: t.LlamaForCausalLM(t.LlamaConfig(**SMALL, num_hidden_layers=3, vocab_size=20)), 3),

@@ -205,6 +205,7 @@ def test_what_others_hold_until_the_next_call_does_not_go(accelerator):
     assert peaks[3] == peaks[4] == plan.measured_peak_bytes <= plan.peak_bytes
 
 
+@few(1)
 @pytest.mark.accelerator
 @pytest.mark.parametrize("host_bytes", [3 * 2**20, 5 * 2**20])
 def test_the_link_is_measured_within_the_bytes_of_the_host(accelerator, host_bytes):

@@ -68,7 +68,7 @@ def with_another_parameter(model):
     model[0].scale = nn.Parameter(torch.ones(16))
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("change", [wider, of_another_kind, added, with_another_parameter])
 def test_a_step_with_other_modules_is_counted_anew(change):
     model, x = nn.Sequential(*(Wide(16, 64) for _ in range(8))), torch.randn(8, 32, 16)

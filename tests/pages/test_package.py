@@ -101,6 +101,7 @@ def test_archive_has_what_the_tests_and_the_site_need(built: Path) -> None:
     assert [name for name in names if any(part in NEVER for part in name.split("/"))] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["*.whl", *slow(["*.tar.gz"])])  # the wheel is made from the archive
 def test_it_installs_into_an_empty_environment(built: Path, kind: str, tmp_path: Path) -> None:
     (file,) = built.glob(kind)

@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 import torchckpt
 from tests.helpers import in_thread, in_threads, saved_and_loaded
 from tests.settings import without_collector
+from tests.slow import few
 from torchckpt.errors import ArgumentError
 from torchckpt.pipe import DeferredBatchNorm, batchnorm
 
@@ -75,6 +76,7 @@ LAYERS = {
 }
 
 
+@few(22)
 @pytest.mark.parametrize("offset", [0.0, 1e4])
 @pytest.mark.parametrize("parts", [1, 2, 3, 5])  # of 11 rows: 11; 6, 5; 4, 4, 3; 3, 2, 2, 2, 2
 @pytest.mark.parametrize(("make", "shape"), LAYERS.values(), ids=LAYERS)
@@ -343,6 +345,7 @@ def test_a_commit_does_not_disturb_a_backward_that_is_still_to_come() -> None:
 # replays --------------------------------------------------------------------------------------------------------------
 
 
+@few(10)
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 @pytest.mark.parametrize("rows", [5, 12])  # 5 rows make 2 micro-batches of the 2 rows that BatchNorm needs
 def test_in_a_pipe_replays_do_not_count(device: torch.device, checkpoint: Any, rows: int) -> None:
@@ -403,6 +406,7 @@ def test_a_layer_that_is_a_region_itself(deferred_first: bool) -> None:
         layer.reset_running_stats()
 
 
+@few(1)
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo asks for it
 @pytest.mark.parametrize("region", [True, False])

@@ -17,7 +17,7 @@ from torch.nn.functional import mse_loss
 
 import torchckpt
 from tests.pipe.skips import Pop, Stash
-from tests.slow import slow
+from tests.slow import few, slow
 from torchckpt.pipe import batchnorm
 from torchckpt.regions.flags import local
 from torchckpt.regions.private import hooks_in_force
@@ -85,6 +85,7 @@ def forward(pipe: torchckpt.Pipe, x: torch.Tensor) -> None:
     pipe(x)
 
 
+@few(1)
 @pytest.mark.parametrize("run", [step, forward])
 @pytest.mark.parametrize("every", [33, *slow([11])])
 def test_an_interrupt_at_any_line_leaves_all_as_before(run: Any, every: int) -> None:

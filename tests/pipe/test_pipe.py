@@ -18,7 +18,7 @@ import torchckpt
 from tests.pipe.skips import Pop, Stash
 from tests.pipe.stages import gradients, run, stages_of
 from tests.settings import without_collector
-from tests.slow import slow
+from tests.slow import few, slow
 from torchckpt.errors import ArgumentError
 from torchckpt.pipe import NoChunk
 from torchckpt.pipe.partition import Layer, partition, placement_faults
@@ -390,6 +390,7 @@ def test_nothing_is_left_of_a_mini_batch(checkpoint: Any, backward: bool) -> Non
         assert len(refs) >= 12
 
 
+@few(1)
 @pytest.mark.parametrize("forwards", [200, *slow([1000])])
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_forwards_leave_no_tensor_and_no_frame_behind(checkpoint: Any, forwards: int) -> None:

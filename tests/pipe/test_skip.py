@@ -21,6 +21,7 @@ from tests.helpers import in_threads
 from tests.pipe.skips import Pop, Stash
 from tests.pipe.stages import run, stages_of
 from tests.settings import without_collector
+from tests.slow import few
 from torchckpt.errors import ArgumentError, RecomputationError
 from torchckpt.pipe.run import pipeline, step
 from torchckpt.pipe.run.links import Place
@@ -60,6 +61,7 @@ def assert_same(ours: tuple[Tensor, list[Tensor]], expected: tuple[Tensor, list[
     assert all(torch.equal(a, b) for a, b in zip(ours[1], expected[1]))
 
 
+@few(8)
 @pytest.mark.parametrize("threads", [False, True], ids=["caller", "threads"])
 @pytest.mark.parametrize("checkpointed", [0, 2, 3])
 @pytest.mark.parametrize("balance", [[11], [2, 3, 6], [4, 1, 5, 1], [1] * 11])

@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 from torch.nn.functional import mse_loss
 
 from tests.pipe.budget.models import WAYS
+from tests.slow import few
 from torchckpt import Pipe, is_recomputing
 from torchckpt.pipe import NoChunk
 
@@ -67,6 +68,7 @@ def step(model, x, way):
     return [loss.detach(), *gradients], {*down.strides}
 
 
+@few(15)
 @pytest.mark.parametrize("budget", [None, "100%"])
 @pytest.mark.parametrize("balance", [[2], [1, 1]], ids=str)
 @pytest.mark.parametrize("way", WAYS)

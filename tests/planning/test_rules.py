@@ -40,7 +40,7 @@ def gain(schedule, cell, k, *kept):
     return one - more
 
 
-@few(9)
+@few(5)
 @small_cells
 def test_more_than_one_ahead_gains_at_most_one_recompute_a_step(cell):
     for schedule in [gpipe(cell.p, cell.m), one_f_one_b(cell.p, cell.m), eager_one_f_one_b(cell.p, cell.m)]:
@@ -49,6 +49,7 @@ def test_more_than_one_ahead_gains_at_most_one_recompute_a_step(cell):
         assert 0 <= gain(one_f_one_b(cell.p, cell.m), cell, k, "last_stage") <= cell.tr
 
 
+@few(14)
 @small_cells
 def test_the_exception_is_gpipe_with_its_last_stage_exempt(cell):
     # The last stage but one idles once, for tf + tb + 2 tc: one ahead recomputes one micro-batch there, unlimited
@@ -60,7 +61,7 @@ def test_the_exception_is_gpipe_with_its_last_stage_exempt(cell):
         assert gain(gpipe(cell.p, cell.m), cell, cell.m, "last_stage") == expected
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("tc", [0.0, 0.25, 1.0])
 @pytest.mark.parametrize("p", [2, 3, *slow([4])])
 def test_one_ahead_costs_no_memory_over_arrival(p, tc):

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.helpers import assert_equal, by_hand, leaf, plain, prefetched
+from tests.slow import few
 from torchckpt import checkpoint
 
 
@@ -152,6 +153,7 @@ def differences(seeds):
     return found, used, done
 
 
+@few(1)
 @pytest.mark.parametrize("first", range(0, 100, 50))
 def test_random_layouts(first):
     found, _, done = differences(range(first, first + 50))

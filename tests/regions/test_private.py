@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import TensorWeakRef
 
 from tests.helpers import in_thread, leaf
+from tests.slow import few
 from torchckpt.errors import CheckpointError
 from torchckpt.regions import private
 
@@ -632,6 +633,7 @@ COUNTERPARTS = {
 }
 
 
+@few(45)
 @pytest.mark.usefixtures("collected")
 @pytest.mark.parametrize("name", private.__all__)
 def test_private_name_does_what_its_public_counterpart_does(name):

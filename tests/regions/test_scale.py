@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers import plain
-from tests.slow import slow
+from tests.slow import few, slow
 from torchckpt import Checkpointing, checkpoint, checkpoint_module, is_recomputing
 from torchckpt.testing import count_recomputes
 
@@ -26,6 +26,7 @@ def census():
     return Counter(kind.__qualname__ for kind in ours)
 
 
+@few(1)
 @pytest.mark.parametrize("many", [3_000, *slow([10_000])])
 def test_calls_do_not_grow(device, many):
     x = torch.randn(2, device=device, requires_grad=True)
@@ -63,6 +64,7 @@ def test_calls_of_each_other_kind_do_not_grow():
     assert (census() - before).total() < FEW
 
 
+@few(3)
 @pytest.mark.parametrize(("levels", "early_stop"), [(100, True), (30, False)])
 def test_nested_levels_are_equal(levels, early_stop, device):
     x = torch.randn(4, dtype=torch.float64, device=device, requires_grad=True)
@@ -88,6 +90,7 @@ def test_each_of_a_hundred_nested_levels_is_recomputed_once():
     assert recomputes.total == 100
 
 
+@few(1)
 def test_a_thousand_regions_in_a_row_are_equal(device):
     x = torch.randn(4, device=device, requires_grad=True)
 

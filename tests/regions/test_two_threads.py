@@ -10,6 +10,7 @@ from torch import nn
 
 from tests.helpers import in_threads
 from tests.settings import default_dtype
+from tests.slow import few
 from torchckpt import RecomputationError, checkpoint, checkpoint_module, is_checkpointing, is_recomputing
 from torchckpt.regions.state import substitutes
 
@@ -38,6 +39,7 @@ def steps(model, seeds, device):
     return [step(model, seed, device) for seed in seeds]
 
 
+@few(1)
 @pytest.mark.parametrize("options", [{}, {"determinism_check": "values"}, {"early_stop": False}], ids=str)
 def test_outputs_and_gradients_are_those_of_one_thread(options, device):
     model = nn.Sequential(transformer_like(), transformer_like(), transformer_like()).to(device)
@@ -51,6 +53,7 @@ def test_outputs_and_gradients_are_those_of_one_thread(options, device):
             assert all(map(torch.equal, one, other))
 
 
+@few(1)
 def test_nested_regions_in_two_threads_are_those_of_one(device):
     model = nn.Sequential(transformer_like(), transformer_like()).to(device)
     expected = [steps(model, seeds, device) for seeds in (range(20), range(20, 40))]

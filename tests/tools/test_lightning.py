@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.distributed.ranks import attempted, on_ranks
+from tests.slow import few
 from tests.tools.steps import STEPS, equal
 
 pytestmark = [
@@ -41,6 +42,7 @@ def quiet():
         logging.getLogger(name).setLevel(level)
 
 
+@few(1)
 @pytest.mark.parametrize("when", ["init", "configure_model"])
 @pytest.mark.parametrize("options", [{"devices": 1}, {"devices": 1, "precision": "bf16-mixed"}], ids=str)
 def test_trainer(tmp_path, quiet, when, options):
@@ -53,6 +55,7 @@ def test_trainer(tmp_path, quiet, when, options):
     assert os.listdir(tmp_path) == []
 
 
+@few(1)
 @pytest.mark.parametrize("options", [{"devices": 1}, {"devices": 1, "precision": "bf16-mixed"}], ids=str)
 def test_trainer_with_a_budget(tmp_path, quiet, options):
     """The first step recomputes the three layers, and the others nothing."""

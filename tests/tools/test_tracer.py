@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, SplitPoint, pipeline
 
 from tests.distributed.ranks import attempted, on_ranks
+from tests.slow import few
 from torchckpt import checkpoint, checkpoint_layers, checkpoint_module
 from torchckpt.distributed import recompute_ahead
 from torchckpt.errors import ArgumentError, RegionError
@@ -120,6 +121,7 @@ def stage(alone):
     return traced(model, 1).build_stage(0, torch.device("cpu"))
 
 
+@few(1)
 @pytest.mark.parametrize("options", [{"exempt": "none"}, {"budget": "1GB"}, {"segments": 1}], ids=str)
 def test_regions_that_were_set_before_the_trace(stage, options):
     with pytest.raises(ArgumentError) as caught:

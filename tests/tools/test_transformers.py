@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import Dataset
 
 import torchckpt
+from tests.slow import few
 from tests.tools.steps import equal, trained
 from torchckpt.errors import RecomputationError
 from torchckpt.testing import count_recomputes
@@ -119,6 +120,7 @@ def steps_of(name, prepare, use_cache=False):
     return trained(model, lambda batch: model(**batch).loss, [batch_for(name)] * STEPS)
 
 
+@few(4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
 def test_model(name, way):

@@ -16,6 +16,7 @@ from tests.device import Rates
 from tests.helpers import leaf
 from tests.models import MODELS
 from tests.models.sequence import Block
+from tests.slow import few
 from torchckpt import offload, offload_layers
 from torchckpt.regions.flags import local
 from torchckpt.regions.moved.copies import copies_of
@@ -378,6 +379,7 @@ def test_no_step_waits_on_the_host_and_none_but_the_first_pins_memory(sim):
     assert pins == [1, 0, 0, 0]
 
 
+@few(3)
 @pytest.mark.parametrize("late", ["out", "back", "compute", "nothing"])
 def test_a_step_whose_streams_are_late(sim, copies, compute, late):
     model, step = gpt()

@@ -51,7 +51,7 @@ CHANGES = {
 }
 
 
-@few(3)
+@few(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("steps", [2, *slow([4]), 6])
 @pytest.mark.parametrize("change", CHANGES)
@@ -149,7 +149,7 @@ def differ(*keywords):
         step(schedule, stages, *batch(4), **keywords[number == 5])
 
 
-@few(4)
+@few(2)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     "keywords",

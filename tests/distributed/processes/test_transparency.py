@@ -248,6 +248,7 @@ def test_an_input_that_a_stage_does_not_use(name):
     assert_same(name, make=Ignoring)
 
 
+@few(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     "name",
@@ -262,7 +263,7 @@ def test_keyword_arguments(name):
     assert_same(name, drive=drive, make=Scaled)
 
 
-@few(2)
+@few(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", ["ScheduleGPipe", *TWO_STAGES])
 def test_running_statistics(name):
@@ -288,7 +289,7 @@ def test_autocast_around_a_step(name):
     assert_same(name, {"nothing exempt": MODES["nothing exempt"]}, drive=drive)
 
 
-@few(2)
+@few(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", ["ScheduleGPipe", *TWO_STAGES])
 def test_gradients_of_several_steps_add_up(name):
@@ -308,6 +309,7 @@ def test_other_numbers_of_micro_batches(name, m):
     assert_same(name, m=m)
 
 
+@few(3)
 @not_on_old_stages("a shorter micro-batch is refused")
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", ["ScheduleGPipe", *TWO_STAGES])
@@ -319,6 +321,7 @@ def test_rows_that_the_micro_batches_do_not_divide_on_one_rank(name):
     assert_same(name, drive=drive)
 
 
+@few(3)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", ["ScheduleGPipe", *TWO_STAGES])
 def test_metadata_that_the_stages_are_given(name):
@@ -335,7 +338,7 @@ def test_metadata_that_the_stages_are_given(name):
     assert_same(name, drive=drive, input_args=static, output_args=static)
 
 
-@few(2)
+@few(1)
 @not_on_old_stages("the first step draws random numbers for metadata")
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", ["ScheduleGPipe", *TWO_STAGES])
@@ -355,7 +358,7 @@ def test_first_step_infers_metadata_and_leaves_no_trace(name):
     assert_same(name, drive=drive)
 
 
-@few(3)
+@few(2)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", ["ScheduleGPipe", *TWO_STAGES])
 def test_outputs_that_nobody_wants(name):
@@ -367,6 +370,7 @@ def test_outputs_that_nobody_wants(name):
     assert_same(name, drive=drive)
 
 
+@few(3)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", ["ScheduleGPipe", *TWO_STAGES])
 def test_sums_of_losses_are_not_scaled(name):

@@ -106,7 +106,7 @@ def test_split_backwards_of_compiled_blocks_within_a_budget():
 SEGMENTS = pytest.param({"segments": 0}, marks=pytest.mark.slow)
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("order", [regions_then_compile, compile_then_regions, regions_of_compiled])
 @pytest.mark.parametrize("options", [{}, {"exempt": "none"}, SEGMENTS], ids=str)
 def test_compiled_blocks_are_recomputed_ahead(order, options):

@@ -85,6 +85,7 @@ def test_what_a_split_backward_leaves_out_is_named_once(mode):
     assert texts_of(Scaled, mode, factor=rows)[0] == [TEXT.format("[8, 1]")]
 
 
+@few(1)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_a_stage_behind_a_frozen_one_is_named_once(mode):
     def make(stage):

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.graph.eager import compare
 from tests.graph.traced import Function
 from tests.helpers import leaf
+from tests.slow import few
 from torchckpt import graph
 from torchckpt.errors import CaptureError
 
@@ -63,6 +64,7 @@ PYTHON = {
 }
 
 
+@few(8)
 @pytest.mark.parametrize("function", TORCH, ids=lambda function: function.__name__)
 @pytest.mark.parametrize("seed", [3, 5])
 def test_generator_that_a_forward_sets_is_refused(function, seed):

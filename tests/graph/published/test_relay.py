@@ -112,7 +112,7 @@ def nest(x, depth, width):
     return x
 
 
-@few(4)
+@few(2)
 @pytest.mark.parametrize(
     ("depth", "width"), slow_but([(1, 1), (2, 3), (3, 2), (4, 1), (4, 2)], product([1, 2, 3, 4], [1, 2, 3]))
 )

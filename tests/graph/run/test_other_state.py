@@ -91,7 +91,7 @@ class ByConfig(nn.Module):
         return h * self.config.scale if self.scaled is None else self.scaled(h)
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("is_bound", [False, True])
 @pytest.mark.parametrize("kind", [Scaled, Bare])
 def test_fields_in_slots_and_keywords_of_partials_are_read_again(kind, is_bound: bool) -> None:
@@ -112,6 +112,7 @@ class Overlapping(nn.Module):
         return self.view(self.layer(x))
 
 
+@few(3)
 @pytest.mark.parametrize(
     "view",
     [

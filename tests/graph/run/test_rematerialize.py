@@ -125,6 +125,7 @@ def trained(call, model, steps=2, seed=0, make=SGD):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
+@few(1)
 @pytest.mark.parametrize("make", [SGD, partial(torch.optim.AdamW, lr=0.01)], ids=["sgd", "adamw"])
 def test_three_steps_of_an_optimizer(make):
     received, expected = build(), build()
@@ -313,6 +314,7 @@ def test_parameter_that_is_frozen(model, traces):
     assert len(traces) == 2
 
 
+@few(1)
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_model_itself_runs_where_nothing_is_differentiated(model, context, traces):
     step, x = step_of(model.eval()), torch.randn(4, 6)
@@ -398,7 +400,7 @@ EXPANDED = pytest.mark.skipif(
 )
 
 
-@few(5)
+@few(3)
 @pytest.mark.parametrize(
     "function",
     [

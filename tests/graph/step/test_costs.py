@@ -7,6 +7,7 @@ from torch import nn
 
 from tests.graph.traced import joint_of
 from tests.helpers import leaf
+from tests.slow import few
 from torchckpt.graph.step.costs import Cost, Measure, cost_of, flops_of, roofline, with_seconds
 
 
@@ -26,6 +27,7 @@ def pointwise():
     return node_of("sin", lambda x: x.sin().sum(), leaf(10))
 
 
+@few(4)
 @pytest.mark.parametrize(
     ("name", "function", "inputs", "flops"),
     [

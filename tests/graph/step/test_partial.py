@@ -79,7 +79,7 @@ def test_outputs_of_one_operation():
     assert_like_eager(lambda x: torch.max(x.sin(), 1)[:1] + torch.var_mean(x.cos(), 1), leaf(3, 3))
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 2), *slow([(0, 1), (1, 2), (0, 1, 2)])], ids=str)
 def test_svd_has_another_formula_for_missing_gradients(used):
     """It divides before it multiplies, so the last bit may differ from that with zeros."""
@@ -90,6 +90,7 @@ def test_svd_has_another_formula_for_missing_gradients(used):
     assert len(used) < 3 or torch.equal(received, expected)
 
 
+@few(1)
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.RNN])
 def test_recurrent_layers(layer):
     class Model(nn.Module):

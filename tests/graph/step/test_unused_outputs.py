@@ -47,7 +47,7 @@ NONE = {
 }
 
 
-@few(3)
+@few(1)
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_are_none_where_eager_has_none(model, name):
     x = leaf(2, 3)

@@ -117,7 +117,7 @@ CASES = {
 }
 
 
-@few(3)
+@few(1)
 @pytest.mark.parametrize("case", rarely([*CASES][::3], CASES))
 def test_call_is_traced_anew_where_it_changes(case, monkeypatch, traces):
     read, change = CASES[case]
@@ -239,6 +239,7 @@ def test_mapping_that_loads_what_it_is_asked_for_is_not_asked():
         model(x).sum().backward()
 
 
+@few(2)
 @pytest.mark.parametrize("kind", [dict, collections.OrderedDict, collections.Counter, UserDict])
 def test_mapping_of_python_is_looked_into(kind, traces):
     settings = kind(scale=2)

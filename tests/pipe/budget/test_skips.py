@@ -101,7 +101,7 @@ def gradients(layers, balance, in_graph, steps=3, chunks=4, **options):
     return seen
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("in_graph", [False, True], ids=["step", "backward"])
 @pytest.mark.parametrize(
     ("model", "budget"),

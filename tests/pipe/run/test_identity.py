@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers import same_or_not
+from tests.slow import few
 from torchckpt import Pipe
 from torchckpt.pipe import NoChunk
 from torchckpt.pipe.skip import pop, stash
@@ -77,6 +78,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 }
 
 
+@few(18)
 @pytest.mark.parametrize("args", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("requires_grad", [False, True])

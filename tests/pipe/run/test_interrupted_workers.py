@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.pipe.run.test_worker import threads_of
+from tests.slow import few
 from torchckpt.pipe.run.worker import workers
 
 ROOT = Path(__file__).parents[3]
@@ -49,6 +50,7 @@ print(threading.active_count() - before, "threads more", flush=True)
 """
 
 
+@few(1)
 @pytest.mark.parametrize("threads", ["caller", "threads"])
 def test_ctrl_c_ends_the_call_while_a_stage_runs_and_in_threads_the_second_one(threads: str) -> None:
     program = [sys.executable, "-c", INTERRUPTED, threads]

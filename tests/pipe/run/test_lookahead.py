@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import torchckpt
 from tests.pipe.stages import run, stages_of
-from tests.slow import slow
+from tests.slow import few, slow
 
 Pipeline = Callable[[Tensor], Tensor]
 
@@ -74,6 +74,7 @@ def test_the_order_of_one_lane(lookahead: int, checkpointed: int, picture: str) 
     assert " ".join(one_stage(4, lookahead, checkpointed)) == picture
 
 
+@few(40)
 @pytest.mark.parametrize("threads", [False, True], ids=["caller", "threads"])
 @pytest.mark.parametrize("checkpoint", ["always", "except_last"])
 @pytest.mark.parametrize("lookahead", [1, 2, 3])

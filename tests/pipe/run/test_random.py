@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 
 import torchckpt
 from tests.pipe.skips import Pop, Stash
-from tests.slow import slow
+from tests.slow import few, slow
 
 MODES: Any = ["always", "except_last", "never"]
 
@@ -125,6 +125,7 @@ def assert_equal(ours: list[Tensor], expected: list[Tensor], is_same: Any = torc
     assert [place for place, (a, b) in enumerate(zip(ours, expected)) if not is_same(a, b)] == []
 
 
+@few(4)
 @pytest.mark.parametrize("seed", [*range(20), *slow(range(20, 200))])
 def test_a_random_sequential(seed: int) -> None:
     drawn = case(seed)

@@ -18,7 +18,7 @@ import torchckpt
 from tests.pipe.skips import Pop, Stash
 from tests.pipe.stages import gradients
 from tests.settings import without_collector
-from tests.slow import slow
+from tests.slow import few, slow
 from torchckpt.errors import ArgumentError
 from torchckpt.pipe import NoChunk
 from torchckpt.pipe.batchnorm import Statistics
@@ -57,6 +57,7 @@ def stepped(pipe: torchckpt.Pipe, *args: Any, loss_fn: Any = mse_loss, **kwargs:
     return loss, gradients(pipe)
 
 
+@few(20)
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 @pytest.mark.parametrize("reduce", ["mean", "sum"])
 @pytest.mark.parametrize("chunks", [1, 3, *slow([2, 8])])
@@ -345,6 +346,7 @@ def counted(p: int, m: int, checkpoint: Any) -> list[Counted]:
     return stages
 
 
+@few(18)
 @pytest.mark.parametrize("m", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
 def test_a_stage_keeps_as_many_micro_batches_as_there_are_stages_to_the_end(p: int, m: int) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.slow import few
 from torchckpt import Pipe
 from torchckpt.errors import ArgumentError
 from torchckpt.pipe import NoChunk
@@ -118,6 +119,7 @@ class MicroBatches(nn.Module):
             self.layers(rows.clone()).square().sum().backward()
 
 
+@few(23)
 @pytest.mark.parametrize("make", RIGHT.values(), ids=RIGHT)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("chunks", [1, 4])
@@ -259,6 +261,7 @@ MODELS: dict[str, Any] = {
 }
 
 
+@few(24)
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("options", [{"checkpoint": mode} for mode in MODES] + [{"budget": 10**9}], ids=str)
 @pytest.mark.parametrize("before", [validation, inference, gradient_of_the_input])

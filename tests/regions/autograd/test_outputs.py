@@ -7,6 +7,7 @@ from torch import nn
 from torch.autograd import Function
 
 from tests.helpers import Block, assert_program_transparent, assert_transparent, leaf, run, total
+from tests.slow import few
 from torchckpt import checkpoint
 
 EXTRAS = {
@@ -23,6 +24,7 @@ EXTRAS = {
 }
 
 
+@few(40)
 @pytest.mark.parametrize("position", [0, 1, 2])
 @pytest.mark.parametrize("extra", EXTRAS.values(), ids=EXTRAS)
 def test_output_of_any_kind_in_any_position(call, device, extra, position):

@@ -7,6 +7,7 @@ from torch.autograd.graph import allow_mutation_on_saved_tensors, save_on_cpu, s
 from torch.nn.functional import dropout
 
 from tests.helpers import Block, assert_equal, assert_program_transparent, by_hand, leaf, plain, run
+from tests.slow import few
 from torchckpt import checkpoint
 from torchckpt.testing import saved_bytes
 
@@ -184,6 +185,7 @@ AFTERWARDS = {
 }
 
 
+@few(20)
 @pytest.mark.parametrize("afterwards", AFTERWARDS)
 @pytest.mark.parametrize("is_dropped", [False, True])
 @pytest.mark.parametrize("function", [changes_what_it_saved, changes_its_input, changes_its_output])

@@ -6,6 +6,7 @@ import torch
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from tests.helpers import Block, assert_equal, gradients, leaf, parameters_of, plain, replays
+from tests.slow import few
 from torchckpt import Checkpointing, checkpoint, is_recomputing
 from torchckpt.testing import count_recomputes
 
@@ -61,6 +62,7 @@ def test_input_half_replays_and_weight_half_does_not(call, device):
     assert totals == ([1, 0, 0] if call.__name__ == "prefetched" else [0, 1, 0])
 
 
+@few(14)
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]], ids=str)
 def test_weight_halves_of_several_micro_batches_in_any_order(call, device, order):
     def gradients_of(call):

@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.helpers import leaf
 from tests.scripts import run
-from tests.slow import slow_but
+from tests.slow import few, slow_but
 from torchckpt import checkpoint, checkpoint_module, is_recomputing
 from torchckpt.testing import count_recomputes
 
@@ -64,6 +64,7 @@ BROKEN = [(True, False), (False, True), (True, True)]
 QUICK = [("aot_eager", *how, around) for how, around in zip(BROKEN * 2, [*AROUND, *AROUND[1:], AROUND[0]])]
 
 
+@few(1)
 @pytest.mark.parametrize(
     ("backend", "breaks", "guards", "around"),
     slow_but(QUICK, [(backend, *how, way) for backend in ("eager", "aot_eager") for how in BROKEN for way in AROUND]),

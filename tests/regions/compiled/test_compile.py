@@ -19,7 +19,7 @@ from tests.helpers import (
     leaf,
     plain,
 )
-from tests.slow import slow
+from tests.slow import few, slow
 from torchckpt import Checkpointing, checkpoint
 from torchckpt.testing import count_recomputes
 
@@ -30,6 +30,7 @@ pytestmark = [
 ]
 
 
+@few(2)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_block_inside_a_region(call, device, backend):
     block = Block().to(device)
@@ -37,6 +38,7 @@ def test_compiled_block_inside_a_region(call, device, backend):
     assert_transparent(call, compiled, leaf(3, 4, device=device), modules=[block])
 
 
+@few(1)
 @pytest.mark.parametrize("backend", [*slow(["eager"]), "aot_eager"])
 def test_compiled_part_of_a_region(call, device, backend):
     block, tail = Block().to(device), Block().to(device)
@@ -71,6 +73,7 @@ LONG = ("module in place", "module in two graphs")
 
 # One that runs while modules have a global hook, as in a replay, is compiled once more from torch 2.15 on, however many
 # replays there are.
+@few(1)
 @pytest.mark.parametrize(
     ("make", "compile_it"),
     [pytest.param(*ways, marks=pytest.mark.slow if name in LONG else (), id=name) for name, ways in COMPILED.items()],
@@ -92,6 +95,7 @@ def test_what_is_compiled_is_what_is_compiled_without_the_region(call, device, m
     assert graphs_of(call) == graphs_of(plain)
 
 
+@few(1)
 def test_compiled_block_is_replayed_once(device):
     compiled = torch.compile(Block().to(device), backend="aot_eager")
     with count_recomputes() as recomputes:
@@ -99,6 +103,7 @@ def test_compiled_block_is_replayed_once(device):
     assert recomputes.total == 1
 
 
+@few(1)
 def test_compiled_blocks_in_nested_regions(device):
     blocks = nn.ModuleList(Block() for _ in range(2)).to(device)
     inner, outer = (torch.compile(block, backend="aot_eager") for block in blocks)
@@ -191,6 +196,7 @@ def seen_of(call, block, x, options, fullgraph=True):
     return values, dict(graphs.products)
 
 
+@few(1)
 @pytest.mark.filterwarnings("ignore:Detected that context_fn")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("by_module", [*slow([False]), True])
@@ -211,18 +217,21 @@ def test_region_inside_a_full_graph_is_that_of_torch(by_module, device, options)
     assert bool(consulted) == ("context_fn" in options)
 
 
+@few(1)
 def test_region_that_compares_values_inside_a_graph_compares_nothing(device):
     block, x = Block().to(device), leaf(3, 4, device=device)
     _, counted = seen_of(checkpoint, block, x, {})
     assert counted == seen_of(checkpoint, block, x, {"determinism_check": "values"})[1]
 
 
+@few(1)
 def test_early_stop_is_torchs_inside_a_graph(device):
     block, x = Block().to(device), leaf(3, 4, device=device)
     received, _ = seen_of(checkpoint, block, x, {"early_stop": False})
     assert all(map(torch.equal, received, seen_of(checkpoint, block, x, {})[0]))
 
 
+@few(1)
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_region_makes_no_break(fullgraph):
     block, x, graphs = Block(), leaf(3, 4), Graphs()
@@ -230,6 +239,7 @@ def test_region_makes_no_break(fullgraph):
     assert (graphs.made, graphs.runs) == (1, {"forward": 1, "backward": 1})
 
 
+@few(1)
 def test_nested_and_keyword_regions_inside_a_full_graph(device):
     outer, inner, x = Block().to(device), Block().to(device), leaf(3, 4, device=device)
 
@@ -248,6 +258,7 @@ def test_nested_and_keyword_regions_inside_a_full_graph(device):
     assert all(map(torch.equal, *gradients))
 
 
+@few(1)
 def test_checkpointed_layers_of_a_compiled_model(device):
     model, x = nn.Sequential(Block(), Block()).to(device), leaf(3, 4, device=device)
     values, as_torch = seen_of(lambda model, x: stock(model[1], stock(model[0], x)), model, x, {})
@@ -260,6 +271,7 @@ def test_checkpointed_layers_of_a_compiled_model(device):
     assert counted["backward"] > 8  # which are the gradients
 
 
+@few(1)
 def test_generators_cannot_be_replayed_inside_a_full_graph(device):
     block, x, options = Block().to(device), leaf(3, 4, device=device), {"generators": [torch.Generator()]}
     with pytest.raises(torch._dynamo.exc.Unsupported, match="a region with generators="):
@@ -276,6 +288,7 @@ def compiled_around(call, block, **options):
     return function
 
 
+@few(1)
 def test_region_by_hand_inside_compiled_code(device):
     block = Block().to(device)
 
@@ -294,6 +307,7 @@ def test_region_by_hand_inside_a_full_graph_says_what_works(device):
         function(leaf(3, 4, device=device))
 
 
+@few(1)
 def test_region_inside_compiled_code_without_gradients(device):
     block, x = Block().to(device).eval(), torch.randn(3, 4, device=device)
     with torch.no_grad():
@@ -301,6 +315,7 @@ def test_region_inside_compiled_code_without_gradients(device):
     assert not output.requires_grad
 
 
+@few(1)
 def test_compiled_code_around_the_methods_of_a_region(device):
     block, x = Block().to(device), leaf(3, 4, device=device)
 

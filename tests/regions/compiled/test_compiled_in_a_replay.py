@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook as any_global_hook
 
 from tests.helpers import leaf
-from tests.slow import slow_but
+from tests.slow import few, slow_but
 from torchckpt import Checkpointing, Pipe, checkpoint, checkpoint_module, is_recomputing
 from torchckpt.errors import RecomputationError
 
@@ -99,6 +99,7 @@ QUICK = [  # each way to compile with each backend, and with two ways to call
 EVERY = [(*backend, *ways) for backend, *ways in product(BACKENDS, COMPILED, CALLS)]
 
 
+@few(1)
 @pytest.mark.parametrize(("backend", "inputs", "compiled", "call"), slow_but(QUICK, EVERY))
 def test_the_documented_guard_in_a_compiled_block(backend, inputs, compiled, call):
     block, given = Counted(), [leaf(4, 4) for _ in range(inputs)]
@@ -118,6 +119,7 @@ def test_the_documented_guard_with_inductor():
     assert all(map(torch.equal, values(lambda x: checkpoint(function, x), block, x), values(plain, twin, x)))
 
 
+@few(1)
 @pytest.mark.parametrize("compiled", [of_module, in_place, of_function])
 def test_dynamo_is_reset_between_forward_and_backward(compiled):
     block, x = Unguarded(), leaf(4, 4)
@@ -257,6 +259,7 @@ def test_no_global_hook_is_alive_while_a_region_runs(call):
     assert not any(hooks)
 
 
+@few(1)
 @pytest.mark.parametrize("stances", [("default", "force_eager"), ("force_eager", "default")], ids="-".join)
 def test_a_replay_has_the_stance_of_its_forward(stances):
     weights = [leaf(4, 4) for _ in range(3)]

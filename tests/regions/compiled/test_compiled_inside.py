@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from tests.helpers import Block, leaf
-from tests.slow import slow_but
+from tests.slow import few, slow_but
 from torchckpt import Checkpointing, Pipe, checkpoint, checkpoint_module, is_recomputing
 from torchckpt.errors import ArgumentError, RecomputationError
 from torchckpt.testing import count_recomputes
@@ -101,6 +101,7 @@ def values_of(function, x, parameters):
     return [output.detach(), *torch.autograd.grad(output.sin().sum(), [x, *parameters])]
 
 
+@few(4)
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
 def test_compiled_code_runs_in_the_forward_and_in_the_replay(order, fullgraph):
@@ -116,6 +117,7 @@ def test_compiled_code_runs_in_the_forward_and_in_the_replay(order, fullgraph):
     assert backend.graphs == 1
 
 
+@few(2)
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
 def test_equal_with_derivatives_that_are_compiled_too(order):
     block, x = Block(), leaf(3, 4)
@@ -175,6 +177,7 @@ ORDERS = [module_then_compile, compile_then_module, module_of_compiled, torch.co
 QUICK = [(order, mode, mode == "always") for order in ORDERS for mode in ("except_last", "always")]
 
 
+@few(2)
 @pytest.mark.parametrize(
     ("order", "checkpoint_mode", "step"),
     slow_but(QUICK, product(ORDERS, ["never", "except_last", "always"], [False, True])),
@@ -240,6 +243,7 @@ MADE = {
 }
 
 
+@few(3)
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE)
 def test_a_tensor_that_compiled_code_makes(make):
     """As that of a number: torch counts versions otherwise in the call that compiles."""
@@ -275,6 +279,7 @@ class Counting(nn.Module):
         return self.linear(x + self.steps).sin()
 
 
+@few(1)
 @pytest.mark.parametrize("compiles", ["module.compile()", "its forward"])
 def test_compiled_block_that_asks_whether_it_is_recomputed_finds_its_buffers(compiles):
     torch.manual_seed(0)

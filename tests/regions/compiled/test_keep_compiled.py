@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from tests.helpers import assert_equal, gradients, leaf, plain
+from tests.slow import few
 from torchckpt import checkpoint, keep
 
 pytestmark = [
@@ -54,6 +55,7 @@ def without_library(module):
     return module
 
 
+@few(1)
 @pytest.mark.parametrize(
     "make",
     [

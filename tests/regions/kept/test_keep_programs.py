@@ -16,6 +16,7 @@ from tests.helpers import (
     leaf,
     plain,
 )
+from tests.slow import few
 from torchckpt import checkpoint, keep
 
 
@@ -132,6 +133,7 @@ def split(y, leaves):
     return gradients(*leaves)
 
 
+@few(5)
 @pytest.mark.parametrize("backward", [whole, double, retained, split])
 @pytest.mark.parametrize("first", range(0, 60, 20))
 def test_random_programs(backward, first):

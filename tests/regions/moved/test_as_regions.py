@@ -11,7 +11,7 @@ import torch
 from tests.helpers import assert_equal, assert_transparent, plain, total
 from tests.regions.autograd import test_backward, test_in_place, test_outputs, test_split_backward
 from tests.regions.autograd.test_split_backward import Stage
-from tests.slow import slow
+from tests.slow import few, slow
 from tests.test_transparency import Program, inputs
 
 OF_REPLAYS = {
@@ -35,6 +35,7 @@ def test_tests_were_found():
     assert sum(name.startswith("test_") for name in globals()) > 40
 
 
+@few(16)
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]], ids=str)
 def test_weight_halves_of_several_micro_batches_in_any_order(call, device, order):
     def gradients_of(call):
@@ -45,6 +46,7 @@ def test_weight_halves_of_several_micro_batches_in_any_order(call, device, order
     assert_equal(gradients_of(call), gradients_of(plain))
 
 
+@few(35)
 @pytest.mark.parametrize("seed", [*range(25), *slow(range(25, 50))])
 def test_program(call, device, seed):
     torch.manual_seed(seed)

@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounter
 from tests.helpers import Block, assert_program_transparent, assert_transparent, leaf
 from tests.regions.compiled import test_compile
 from tests.regions.moved.calls import by_default, let_cpu_move
+from tests.slow import few
 from torchckpt import offload_module
 from torchckpt.regions.moved.region import Moved
 
@@ -47,6 +48,7 @@ def each_moves(model):
     return model
 
 
+@few(1)
 @pytest.mark.usefixtures("cpu_moves")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("first", ["offload", "compile"])

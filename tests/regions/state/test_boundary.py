@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 import torchckpt
 from tests.helpers import assert_program_transparent, by_hand, leaf, plain, prefetched
+from tests.slow import few
 from torchckpt import checkpoint
 from torchckpt.errors import RecomputationError
 from torchckpt.regions.core.slots import _is_near, sample
@@ -34,6 +35,7 @@ LAYOUTS = {
 }
 
 
+@few(60)
 @CALLS
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_replay_gets_the_strides_of_the_forward(call, kind, device):

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.slow import few
 from torchckpt import RecomputationError, checkpoint
 from torchckpt.regions.core import slots
 from torchckpt.regions.core.slots import fingerprint
@@ -98,6 +99,7 @@ def test_an_index_that_becomes_its_complement_is_other_values():
         loss.backward()
 
 
+@few(6)
 @pytest.mark.parametrize("dtype", [d for d in NARROW + WIDE if d != torch.bool], ids=str)
 def test_fingerprint_changes_with_any_one_element_and_with_any_swap(dtype):
     tensor = example(dtype, 24)

@@ -17,6 +17,7 @@ from torch import nn
 import torchckpt
 from tests.helpers import assert_equal, leaf, plain
 from tests.regions.state import numbers
+from tests.slow import few
 from torchckpt import Checkpointing, checkpoint
 from torchckpt.regions.state.host_random import HostGenerator, as_generator
 from torchckpt.regions.state.reached import reached_by
@@ -113,6 +114,7 @@ OF_PROCESS = random.getstate.__self__, numpy.random.mtrand._rand
 SOURCES = [as_generator(source) for source in (*OF_PROCESS, OWN, NEW, OF_TORCH, BITS)]
 
 
+@few(24)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("region", [checkpoint, by_hand])

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.helpers import by_hand
+from tests.slow import few
 from torchckpt import checkpoint
 from torchckpt.errors import RecomputationError
 
@@ -19,6 +20,7 @@ def counter(around, what):
     return FlopCounterMode(display=False) if around in (what, "both") else nullcontext()
 
 
+@few(11)
 @AROUND
 @pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize("check", ["default", "values"])

@@ -13,6 +13,7 @@ from torch.nn.utils import spectral_norm as spectral_norm_hook
 
 from tests.helpers import in_threads
 from tests.settings import without_collector
+from tests.slow import few
 from torchckpt import checkpoint, checkpoint_module, is_recomputing
 from torchckpt.errors import RecomputationError
 from torchckpt.regions.state import layout, module_state
@@ -120,6 +121,7 @@ def by_module(module, x):
         return module(x)
 
 
+@few(14)
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore:.*torch.nn.utils.spectral_norm")
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature", "ignore:.*spectral_norm. is deprecated")
 @pytest.mark.parametrize("way", [checkpoint, by_method, by_argument, by_module], ids=lambda way: way.__name__)

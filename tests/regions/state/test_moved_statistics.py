@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tests.helpers import by_hand, plain
+from tests.slow import few
 from torchckpt import Pipe, RecomputationError, checkpoint
 from torchckpt.pipe import DeferredBatchNorm
 from torchckpt.regions.state import layout
@@ -87,12 +88,14 @@ def assert_each_is_of_its_own_statistics(module, modes, call, between=checkpoint
     assert all(map(torch.equal, statistics, module.buffers()))
 
 
+@few(19)
 @pytest.mark.parametrize("modes", [["eval", "train"], ["train", "eval"], ["eval", "train", "eval", "train", "eval"]])
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
 def test_layer(make, modes):
     assert_each_is_of_its_own_statistics(model(make), modes, checkpoint)
 
 
+@few(21)
 @pytest.mark.parametrize("way", ["plain", "without gradients"])
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
 def test_layer_that_trains_outside_of_regions(make, way):

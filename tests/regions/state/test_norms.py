@@ -12,6 +12,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from tests.helpers import assert_equal, in_threads, leaf, plain, run
 from tests.settings import without_collector
+from tests.slow import few
 from torchckpt import Checkpointing, checkpoint, checkpoint_module, is_recomputing
 
 LAYERS = {
@@ -49,6 +50,7 @@ def assert_statistics_equal(call, program, module, *inputs):
         assert own.get(name, buffer) is buffer
 
 
+@few(24)
 @pytest.mark.parametrize(("make", "shape"), LAYERS.values(), ids=LAYERS)
 def test_layer(call, device, make, shape):
     def program(call, layer, x):
@@ -203,6 +205,7 @@ def compiled_function(model):
     return torch.compile(lambda x: model(x), backend="aot_eager")
 
 
+@few(1)
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_layer_in_a_compiled_module_inside_a_region(device):
     def program(call, model, x):
@@ -212,6 +215,7 @@ def test_layer_in_a_compiled_module_inside_a_region(device):
     assert_statistics_equal(checkpoint, program, Net().to(device), leaf(5, 4, device=device))
 
 
+@few(1)
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("compiled", [compiled_in_place, compiled_function])
 def test_layer_in_other_compiled_code(device, compiled):

@@ -18,6 +18,7 @@ from tests.helpers import (
     leaf,
     plain,
 )
+from tests.slow import few
 from torchckpt import Checkpointing, checkpoint, is_recomputing
 from torchckpt.regions import devices
 from torchckpt.regions.state import ambient
@@ -221,6 +222,7 @@ WAYS = {
 }
 
 
+@few(51)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", SOURCES)
 def test_generator_among_the_arguments(call, kind, way, device):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tests.helpers import assert_equal, leaf, plain
-from tests.slow import slow
+from tests.slow import few, slow
 from torchckpt import checkpoint
 
 HELD: dict[str, Any] = {}
@@ -314,6 +314,7 @@ def program(call: Any, function: Any, x: torch.Tensor, mode: str) -> torch.Tenso
     return call(region, x).cos()  # type: ignore[no-any-return]
 
 
+@few(8)
 @pytest.mark.parametrize("mode", ["training", "no_grad", *slow(["frozen", "inference_mode"])])
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_statistics_are_those_of_plain_training(way: Any, mode: str) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from tests.helpers import Block, assert_program_transparent, assert_transparent, leaf
+from tests.slow import few
 from torchckpt.testing import count_recomputes
 
 
@@ -40,6 +41,7 @@ CONTAINERS = {
 }
 
 
+@few(33)
 @pytest.mark.parametrize("container", CONTAINERS.values(), ids=CONTAINERS)
 def test_container_in_and_out(call, device, container):
     block = Block().to(device)

@@ -13,6 +13,7 @@ from torch import nn
 
 import torchckpt
 from tests.regions.modules import Block, assert_recomputes_to_equal, step
+from tests.slow import few
 from torchckpt import checkpoint_layers, checkpoint_module
 from torchckpt.errors import ArgumentError
 from torchckpt.layers import apply as layers_module
@@ -328,6 +329,7 @@ def test_examples():
 # torch.export ---------------------------------------------------------------------------------------------------------
 
 
+@few(1)
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's own, about its tree specs
 def test_what_is_exported_has_no_regions(fresh_dynamo, strict):

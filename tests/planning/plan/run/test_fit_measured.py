@@ -39,7 +39,7 @@ def planned(budget, took, schedule=SCHEDULE):
     return fitted(schedule, STAGES, LINKS, budget, [took])
 
 
-@few(10)
+@few(6)
 @pytest.mark.parametrize("budget", [500, 700, 900, "60%", [900, 500, 400]])
 @pytest.mark.parametrize("beside", [lambda place: 0, lambda place: 40, lambda place: 5 * place], ids=str)
 def test_the_budget_holds_all_that_a_step_takes(budget, beside):

@@ -31,7 +31,7 @@ def peaks(plan, beside):
     return peaks_of(plan.step, beside)
 
 
-@few(15)
+@few(9)
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("make", [one_f_one_b, zero_bubble])
 @pytest.mark.parametrize("state", [State.KEPT, State.EARLY])

@@ -37,7 +37,7 @@ def fixed(flow: Dataflow, budget_bytes: int, schedule: Schedule) -> tuple[bool, 
 FLOWS = {"mlp": mlp(5), "transformer": transformer(1, dropout=True), "resnet": resnet(2)}
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("flow", FLOWS.values(), ids=FLOWS)
 @pytest.mark.parametrize("every", [2, 5])
 def test_a_schedule_is_a_solution_at_its_peak_and_not_below(flow, every):
@@ -48,6 +48,7 @@ def test_a_schedule_is_a_solution_at_its_peak_and_not_below(flow, every):
     assert not fixed(flow, peak_bytes - 1, schedule)[0]
 
 
+@few(21)
 @pytest.mark.parametrize("seed", range(30))
 def test_the_eager_schedule_is_a_solution_at_its_peak_and_not_below(seed):
     flow = random_flow(seed)
