@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import TypeAlias
+from zlib import crc32
 
 import torch.distributed as dist
 
@@ -20,7 +21,7 @@ from torchckpt.distributed.record import Gathered, combined, larger_level
 from torchckpt.errors import ArgumentError, CheckpointError, Fault, called, check, named, raise_fault, without_traceback
 from torchckpt.measuring.link import MeasuredLink
 from torchckpt.measuring.remembered import NEAR, digest
-from torchckpt.planning import Action, Choice, Kind, Schedule, State, arrival, with_recompute
+from torchckpt.planning import Action, Choice, Kind, Schedule, State, arrival, to_csv, with_recompute
 from torchckpt.planning.budget import Bytes, bytes_per_rank, enough
 from torchckpt.planning.order.schedule import Visit
 from torchckpt.planning.plan import PipelinePlan
@@ -81,7 +82,10 @@ class Measuring:
 
     def told(self) -> tuple[str, str]:
         """A key that is equal on all ranks that mean the same, however they write it, and its name in an error."""
-        return self._key, f"budget={self._budget!r}" + ("" if self._host is None else f", host={self._host!r}")
+        budget = f"budget={self._budget!r}" + ("" if self._host is None else f", host={self._host!r}")
+        plain, order = self._plain, to_csv(self._plain)
+        shown = f"{plain.name} of {plain.micro_batches} micro-batches in order {crc32(order.encode()):08x}"
+        return f"{self._key} {order}", f"{budget}, {shown}"
 
     def agreed(self, tied: bool) -> Measuring:
         """The phase, when all processes are about to make its first step. ``tied``: stages of one share parameters."""

@@ -145,13 +145,14 @@ def report_of_rank(rank, cases):
     report["segments"] = attempted(step_with, {"segments": 1} if rank else {})
     report["exempt"] = attempted(step_with, {"exempt": "none"} if rank else {})
     report["visits"] = attempted(step_with, {"exempt": [(0, rank)]})
+    report["micro-batches"] = attempted(step_with, {"budget": "1GB"}, 4, "Schedule1F1B", Blocks, 4 - 2 * rank)
     report["least"] = attempted(step_with, {"budget": 1000})
     return report
 
 
-def step_with(mode, steps=4, name="Schedule1F1B", make=Blocks):
+def step_with(mode, steps=4, name="Schedule1F1B", make=Blocks, m=4):
     stages = stages_of(name, make)
-    schedule = recompute_ahead(schedule_on(stages, name, 4), **mode)
+    schedule = recompute_ahead(schedule_on(stages, name, m), **mode)
     for _ in range(steps):
         fresh_step(schedule, stages)
     return schedule
@@ -408,9 +409,8 @@ def test_all_ranks_hear_of_a_budget_below_the_least(reported):
 
 def test_ranks_that_disagree_on_the_budget(reported):
     for report in reported:
-        assert "have the same arguments\n  received: budget='2GB' on rank 0, budget='1GB'" in (
-            report["budgets"]
-        )
+        both = r"budget='2GB', (1f1b of 4 micro-batches in order \w{8}) on rank 0, budget='1GB', \1 on rank 1"
+        assert re.search(rf"have the same arguments\n  received: {both}", report["budgets"])
 
 
 def test_budgets_that_are_written_otherwise_are_the_same(reported):
@@ -420,11 +420,12 @@ def test_budgets_that_are_written_otherwise_are_the_same(reported):
 @pytest.mark.parametrize(
     ("what", "received"),
     [
-        ("none", "segments=None, 5 exempt visits, .* on rank 0, budget='1GB' on rank 1"),
+        ("none", "segments=None, 5 exempt visits, .* on rank 0, budget='1GB', .* on rank 1"),
         ("plan or none", r"plan \w{16} on rank 0, segments=None, 5 exempt visits, .* on rank 1"),
         ("costs", ".* in order .*, costs='measured' on rank 0, segments=None, 5 exempt visits, .* on rank 1"),
         ("segments", "segments=None, 5 exempt visits, .* on rank 0, segments=1, 0 exempt visits, .* on rank 1"),
         ("exempt", "segments=None, 5 exempt visits, .* on rank 0, segments=None, 0 exempt visits, .* on rank 1"),
+        ("micro-batches", ".* 1f1b of 4 micro-batches in order .* on rank 0, .* 1f1b of 2 micro-batches .* on rank 1"),
         ("visits", r".*1f1b with R in order (\w{8}) on rank 0, .*1f1b with R in order (?!\1)\w{8} on rank 1"),
     ],
 )
@@ -446,7 +447,7 @@ def test_ranks_that_disagree_on_the_plan(reported):
 
 def test_ranks_of_which_one_has_a_budget_and_another_a_plan(reported):
     for report in reported:
-        assert "received: budget='1GB' on rank 0, plan " in report["budget and plan"]
+        assert re.search("received: budget='1GB', .* on rank 0, plan ", report["budget and plan"])
 
 
 def several(schedule, stages):
