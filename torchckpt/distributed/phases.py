@@ -85,7 +85,7 @@ class Measuring:
         budget = f"budget={self._budget!r}" + ("" if self._host is None else f", host={self._host!r}")
         plain, order = self._plain, to_csv(self._plain)
         shown = f"{plain.name} of {plain.micro_batches} micro-batches in order {crc32(order.encode()):08x}"
-        return f"{self._key} {order}", f"{budget}, {shown}"
+        return f"{self._key} {order}", f"{shown}, {budget}"
 
     def agreed(self, tied: bool) -> Measuring:
         """The phase, when all processes are about to make its first step. ``tied``: stages of one share parameters."""

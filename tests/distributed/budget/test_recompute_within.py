@@ -409,7 +409,7 @@ def test_all_ranks_hear_of_a_budget_below_the_least(reported):
 
 def test_ranks_that_disagree_on_the_budget(reported):
     for report in reported:
-        both = r"budget='2GB', (1f1b of 4 micro-batches in order \w{8}) on rank 0, budget='1GB', \1 on rank 1"
+        both = r"(1f1b of 4 micro-batches in order \w{8}), budget='2GB' on rank 0, \1, budget='1GB' on rank 1"
         assert re.search(rf"have the same arguments\n  received: {both}", report["budgets"])
 
 
@@ -420,12 +420,12 @@ def test_budgets_that_are_written_otherwise_are_the_same(reported):
 @pytest.mark.parametrize(
     ("what", "received"),
     [
-        ("none", "segments=None, 5 exempt visits, .* on rank 0, budget='1GB', .* on rank 1"),
+        ("none", "segments=None, 5 exempt visits, .* on rank 0, .*, budget='1GB' on rank 1"),
         ("plan or none", r"plan \w{16} on rank 0, segments=None, 5 exempt visits, .* on rank 1"),
         ("costs", ".* in order .*, costs='measured' on rank 0, segments=None, 5 exempt visits, .* on rank 1"),
         ("segments", "segments=None, 5 exempt visits, .* on rank 0, segments=1, 0 exempt visits, .* on rank 1"),
         ("exempt", "segments=None, 5 exempt visits, .* on rank 0, segments=None, 0 exempt visits, .* on rank 1"),
-        ("micro-batches", ".* 1f1b of 4 micro-batches in order .* on rank 0, .* 1f1b of 2 micro-batches .* on rank 1"),
+        ("micro-batches", "1f1b of 4 micro-batches in order .* on rank 0, 1f1b of 2 micro-batches .* on rank 1"),
         ("visits", r".*1f1b with R in order (\w{8}) on rank 0, .*1f1b with R in order (?!\1)\w{8} on rank 1"),
     ],
 )
@@ -447,7 +447,7 @@ def test_ranks_that_disagree_on_the_plan(reported):
 
 def test_ranks_of_which_one_has_a_budget_and_another_a_plan(reported):
     for report in reported:
-        assert re.search("received: budget='1GB', .* on rank 0, plan ", report["budget and plan"])
+        assert re.search("received: .*, budget='1GB' on rank 0, plan ", report["budget and plan"])
 
 
 def several(schedule, stages):
