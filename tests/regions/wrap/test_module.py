@@ -253,12 +253,17 @@ def test_twice_is_an_error(model):
     assert error_of(model) == (
         "checkpoint_module: the module is checkpointed already\n"
         "  received: Model, checkpointed already\n"
-        "  works:    handle.remove() first"
+        "  works:    handle.remove() first; where it is a copy, before it is copied"
     )
 
 
 def test_copy_of_a_checkpointed_module_is_checkpointed_already(model):
-    assert "the module is checkpointed already" in error_of(copy.deepcopy(checkpointed(model)))
+    handle = checkpoint_module(model)
+    copied = copy.deepcopy(model)
+    handle.remove()
+    assert "the module is checkpointed already" in error_of(copied)  # which that handle does not know
+    assert "where it is a copy, before it is copied" in error_of(copied)
+    checkpoint_module(copy.deepcopy(model))
 
 
 FORWARD_ON_THE_INSTANCE = (

@@ -114,7 +114,7 @@ def test_one_module_is_a_region_of_one_kind(model):
     assert str(caught.value) == (
         "checkpoint_module: the module is offloaded already\n"
         "  received: Model, offloaded already\n"
-        "  works:    handle.remove() first"
+        "  works:    handle.remove() first; where it is a copy, before it is copied"
     )
     other = Model()
     checkpoint_module(other)

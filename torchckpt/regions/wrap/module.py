@@ -165,7 +165,8 @@ def module_faults(module: object, verb: str) -> list[Fault]:
     name = type(module).__name__
     if _OPTIONS in module.__dict__ and module.__dict__.get(ENTER, module) is not None:
         already = f"{'checkpointed' if is_checkpointed(module) else 'offloaded'} already"
-        return [Fault(f"the module is {already}", f"{name}, {already}", "handle.remove() first")]
+        works = "handle.remove() first; where it is a copy, before it is copied"
+        return [Fault(f"the module is {already}", f"{name}, {already}", works)]
     if type(module) in _CONTAINERS:
         received = f"{name}, whose layers are called one by one"
         return [Fault("the module has no forward that is called", received, works)]
