@@ -14,6 +14,7 @@ from tests.device.fixtures import sim, simulator
 from tests.device.unsimulated import why_unsimulated
 from tests.helpers import by_hand, prefetched
 from tests.little import search_little
+from tests.slow import leave_out
 from torchckpt.planning.remat.search import planner
 from torchckpt.regions.devices import accelerator_type
 from torchckpt.regions.state.ambient import settings
@@ -28,8 +29,10 @@ for _absent in (torch.cuda, torch.xpu, torch.mtia):
         _absent.manual_seed_all = lambda seed: None
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
 def pytest_collection_modifyitems(items):
     """Skip what needs an accelerator where there is none, not even a simulated one."""
+    leave_out(items)
     if TYPE != "sim":
         return
     reason = why_not()

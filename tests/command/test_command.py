@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.command.lines import refused
+from tests.slow import few
 from torchckpt import __main__ as program
 from torchckpt.__main__ import main
 from torchckpt.command import balance, simulate
@@ -219,6 +220,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert refused(capsys, "simulate", *arguments.split()) == _SIMULATE + line
 
 
+@few(1)
 @pytest.mark.parametrize("arguments", ["", "frobnicate", "simulate", "simulate --nonsense", "simulate --stages x"])
 def test_a_wrong_call_is_one_line_and_exit_code_2(arguments: str) -> None:
     process = typed(*arguments.split())
@@ -346,6 +348,7 @@ def test_a_balance_and_the_line_to_paste(model_file: None, capsys: pytest.Captur
     assert capsys.readouterr().out == BY_BYTES
 
 
+@pytest.mark.slow
 def test_balance_finds_modules_where_it_is_called(tmp_path: Path) -> None:
     (tmp_path / "my_model.py").write_text(MODEL)
     arguments = ("balance", "my_model:layers", "--stages", "2", "--input", "16,8", "--by", "bytes")
@@ -463,6 +466,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("torchckpt ")
 
 
+@few(1)
 @pytest.mark.parametrize("command", ["simulate", "plan --blocks 2 --budget 60%", "plan --blocks 2 --budget 60% --json"])
 def test_a_full_disk_is_one_line(command):
     small = ("--schedule", "1f1b", "--stages", "2", "--microbatches", "2")

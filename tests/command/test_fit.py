@@ -15,6 +15,7 @@ import pytest
 
 from tests.command import lines
 from tests.scripts import HOME, run
+from tests.slow import few
 from torchckpt import graph
 from torchckpt.__main__ import main
 from torchckpt.command import fit
@@ -126,6 +127,7 @@ def test_the_table_of_the_plan_and_the_line_to_paste(capsys: pytest.CaptureFixtu
     assert text == f'my_model:mlp\n\n{plan}\n\ngraph.rematerialize(model, example, budget="12kB")\n'
 
 
+@few(1)
 @pytest.mark.parametrize(
     ("arguments", "call"),
     [

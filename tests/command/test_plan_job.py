@@ -12,6 +12,7 @@ import pytest
 
 from tests.command.lines import printed, refused
 from tests.scripts import ROOT
+from tests.slow import few
 from torchckpt.__main__ import main
 from torchckpt.planning.device import DEVICES
 from torchckpt.planning.plan import PipelinePlan
@@ -120,6 +121,7 @@ def test_what_is_wrong_is_one_line(capsys, arguments, text):
     assert text in refused(capsys, "plan", *arguments)
 
 
+@few(1)
 @pytest.mark.parametrize("options", [("--schedule", "zbv"), ("--schedule", "interleaved_1f1b", "--chunks", "4"),
                                      ("--chunks", "2")])  # fmt: skip
 def test_a_schedule_of_one_stage_does_nothing(capsys, options):
@@ -131,6 +133,7 @@ def test_a_schedule_of_one_stage_does_nothing(capsys, options):
     assert printed(capsys, *call) == printed(capsys, *call, "--schedule", "1f1b", "--chunks", "1")
 
 
+@few(1)
 @pytest.mark.parametrize("closed", ["2>&-", "2>/dev/full"])
 def test_nothing_for_people_is_among_the_numbers(closed):
     """Without standard error, ``print`` takes standard output for it; a full one ended the search."""

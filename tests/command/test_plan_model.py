@@ -10,7 +10,7 @@ import pytest
 from torch import nn, ones
 
 from tests.command.lines import printed, refused
-from tests.slow import slow_but
+from tests.slow import few, slow_but
 from torchckpt import costs
 from torchckpt.costs.mesh import layout_around
 from torchckpt.planning.device import DEVICES
@@ -71,6 +71,7 @@ def test_options_reach_the_costs(capsys):
     assert step("--kernels", "cpu") > plain  # more of them
 
 
+@pytest.mark.slow
 def test_a_profile_has_the_seconds_of_this_machine(capsys):
     text = printed(capsys, *TINY, "--budget", "100%", "--profile")
     assert re.match(r"h100: seconds of this \w+, link 450 GB/s; of one micro-batch:", text)
@@ -117,6 +118,7 @@ def test_what_does_not_fit_the_device_is_said_first(capsys, monkeypatch):
     assert "does_not_fit" not in json.loads(printed(capsys, *TINY, "--device", "a100", "--budget", "50%", "--json"))
 
 
+@few(1)
 @pytest.mark.parametrize("target", [TINY[1:2], ("examples.plan_parallel:tiny", "--mesh", "dp=2,tp=2")])
 def test_json_has_the_costs_that_the_tables_show(target, capsys):
     call = "plan", *target, *TINY[2:], "--budget", "50%"
@@ -162,6 +164,7 @@ STATES = [
 ]
 
 
+@few(1)
 @pytest.mark.parametrize(
     ("target", "options", "state"),
     slow_but([*STATES[:3], STATES[4]], [(*one[:2], size) for one in STATES for size in ("8", "4")]),

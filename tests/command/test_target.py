@@ -9,6 +9,7 @@ import pytest
 
 from tests.command.lines import printed, refused
 from tests.scripts import run
+from tests.slow import few
 from torchckpt.__main__ import main
 from torchckpt.command.shared import check_apart, in_options
 
@@ -112,6 +113,7 @@ def words(command, name, *options):
     return [command, name if ":" in name else f"my_model:{name}", *REST[command], *options]
 
 
+@few(5)
 @pytest.mark.parametrize("command", REST)
 @pytest.mark.parametrize("target", ["gpt", "pair", "listed"])
 def test_the_same_target_works_for_each(command, target, capsys):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tests.costs.models import MODELS, ROWS, WIDTH, Mlp, vector
 from tests.helpers import in_threads
+from tests.slow import few
 from torchckpt import ArgumentError, checkpoint
 from torchckpt.costs import PipelineCosts, pipeline_costs
 from torchckpt.costs.count import static_of
@@ -175,6 +176,7 @@ def test_a_stage_whose_tensors_are_not_seen_is_refused():
         pipeline_costs(lambda: ([Gives(Output), Mlp()], vector()), "h100")
 
 
+@few(1)
 @pytest.mark.parametrize("profile", [False, True])
 def test_threads_count_one_after_the_other(profile):
     """Or one puts back what another has set, and code that is compiled runs in eager mode from then on."""

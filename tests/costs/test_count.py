@@ -8,7 +8,7 @@ import pytest
 
 from tests.costs.models import DIFFERING, MODELS
 from tests.costs.run import DTYPES, Real
-from tests.slow import slow_but
+from tests.slow import few, slow_but
 from torchckpt.costs import pipeline_costs
 
 WITHOUT_ATTENTION = [name for name in MODELS if name not in ("llama", "llama with dropout", "attention")]
@@ -27,6 +27,7 @@ def subsets(blocks: int) -> list[tuple[int, ...]]:
     return every if len(every) <= 8 else [every[0], every[-1], *random.Random(blocks).sample(every[1:-1], 6)]
 
 
+@few(2)
 @pytest.mark.parametrize(("name", "dtype"), slow_but(QUICK, itertools.product(MODELS, DTYPES)))
 def test_bytes_are_those_of_a_run_whatever_is_recomputed(name, dtype):
     real = Real(MODELS[name], DTYPES[dtype])
@@ -40,6 +41,7 @@ def test_bytes_are_those_of_a_run_whatever_is_recomputed(name, dtype):
             assert real.saved_bytes(number, dropped) == expected, (number, dropped)
 
 
+@few(3)
 @pytest.mark.parametrize("name", WITHOUT_ATTENTION)
 def test_flops_are_those_of_a_run(name):
     real = Real(MODELS[name])
@@ -52,6 +54,7 @@ def test_flops_are_those_of_a_run(name):
         assert sum(block.replay_flops for block in stage.blocks) == replays
 
 
+@few(2)
 @pytest.mark.parametrize("how", DIFFERING)
 def test_a_block_that_does_something_else_is_counted_as_it_runs(how):
     real = Real(DIFFERING[how])

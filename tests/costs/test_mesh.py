@@ -14,6 +14,7 @@ from torch import nn
 from tests.distributed.ranks import one_rank
 from tests.helpers import in_thread
 from tests.settings import with_gloo
+from tests.slow import few
 from torchckpt import ArgumentError, checkpoint
 from torchckpt.costs import Collective, fake_mesh, pipeline_costs
 from torchckpt.costs.mesh import Layout, sharded_over
@@ -301,6 +302,7 @@ def test_a_sharding_has_one_name_and_what_other_ranks_have_has_none():
         assert [*map(sharded_over, tensors), sharded_over(torch.ones(2))] == ["dp_tp", "dp_tp", "tp", "", ""]
 
 
+@few(1)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_one_rank_copies_what_several_gather(dtype):
     from torch.distributed.fsdp import MixedPrecisionPolicy

@@ -25,6 +25,7 @@ from tests.distributed.stages import (
     step,
 )
 from tests.scripts import ROOT
+from tests.slow import few
 from torchckpt import checkpoint_module
 from torchckpt.distributed import RecomputeAhead, recompute_ahead
 from torchckpt.errors import ArgumentError, RegionError, ScheduleError, kind
@@ -306,6 +307,7 @@ def sharded(module, mesh, outer=True, **kept):
     return fully_shard(module, mesh=mesh) if outer else module
 
 
+@few(1)
 @pytest.mark.filterwarnings("ignore")  # torch's own, of a mesh of one rank
 @pytest.mark.parametrize("options", [{}, {"segments": 1}, {"budget": "1GB"}], ids=str)
 def test_split_backwards_of_stages_that_fsdp_gathers_again(options):

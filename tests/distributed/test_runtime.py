@@ -30,7 +30,7 @@ from tests.distributed.stages import (
     stages_of,
     step,
 )
-from tests.slow import slow_but
+from tests.slow import few, slow_but
 from torchckpt import checkpoint
 from torchckpt.distributed import recompute_ahead, runtime
 from torchckpt.testing import count_recomputes
@@ -188,6 +188,7 @@ def gradients_of_a_step(schedule, stages, m):
 SHARDED = [(OfFunctions, True), (OfFunctions, False), (Compiled, True), (Compiled, False)]
 
 
+@few(1)
 @pytest.mark.usefixtures("alone", "fresh_dynamo")
 @pytest.mark.filterwarnings("ignore")  # torch's own, of a mesh of one rank
 @pytest.mark.parametrize(("make", "reshard"), slow_but(SHARDED[:3], SHARDED))
@@ -224,6 +225,7 @@ def test_gradients_that_are_cast_where_backwards_are_whole(name, computed, dtype
     assert ["FSDP2 casts gradients" in t for t in texts if "whole backwards" in t] == [True] * is_expected
 
 
+@few(5)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"])
 @pytest.mark.parametrize("options", [{}, {"budget": "1GB"}], ids=str)
@@ -296,6 +298,7 @@ def evaluated(schedule, stages, m):
     return [*losses, *([] if output is None else [output])]
 
 
+@few(3)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("before", [False, True], ids=["after", "before, between and after"])
 @pytest.mark.parametrize("name", NAMES)

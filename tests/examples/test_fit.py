@@ -27,6 +27,7 @@ def cells(printed, row):
     return line.removeprefix(row).split()
 
 
+@pytest.mark.slow
 def test_its_losses_are_equal(printed):
     eager, fitted = cells(printed, "loss, step 3")
     assert eager == fitted

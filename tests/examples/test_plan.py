@@ -64,6 +64,7 @@ def test_the_parallel_one_is_counted_as_one_rank_of_sixteen():
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_small_one_runs_and_is_counted_alike():
     stages, x, loss = tiny()
     for stage in stages:

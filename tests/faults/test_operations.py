@@ -19,7 +19,7 @@ from tests.faults.tools import TOOLS, Training, same
 from tests.left_behind import module_state, thread_state
 from tests.regions.moved.calls import let_cpu_move
 from tests.settings import with_gloo, without_collector
-from tests.slow import rarely
+from tests.slow import few, rarely
 from torchckpt.regions.private import dispatch_modes_are_active
 
 pytestmark = [with_gloo, pytest.mark.usefixtures("group", "quiet", "quick_search", "quick_planner")]
@@ -132,6 +132,7 @@ def faults_of(trial: Trial, numbers: Sequence[int], errors: int) -> list[str]:
     return found
 
 
+@few(1)
 @pytest.mark.parametrize("name", TOOLS)
 def test_some_operators(name: str) -> None:
     trial = Trial(name)

@@ -12,13 +12,14 @@ from tests.faults.soak import Amounts, grows
 from tests.faults.tools import TOOLS
 from tests.regions.moved.calls import let_cpu_move
 from tests.settings import with_gloo
-from tests.slow import slow_but
+from tests.slow import few, slow_but
 
 TYPICAL = ("checkpoint, keep, nested", "offload_layers", "Pipe(budget=).step", "recompute_ahead(budget=)")
 QUICK = [(name, 33) for name in TYPICAL]
 """Each is most of what others are."""
 
 
+@few(1)
 @with_gloo
 @pytest.mark.parametrize(("name", "steps"), slow_but(QUICK, product(TOOLS, [33, 55])))
 def test_a_short_soak_is_flat(name: str, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:

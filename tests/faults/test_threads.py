@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import torchckpt
 from tests.left_behind import thread_state
+from tests.slow import few
 
 STEPS, MANY, WIDTH = 10, 200, 16
 
@@ -76,6 +77,7 @@ def trained(model: nn.Sequential, way: Callable[..., Callable[[Tensor], Tensor]]
     return [*losses, *(value.clone() for value in model.state_dict().values())]
 
 
+@few(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("steps", [STEPS, pytest.param(MANY, marks=pytest.mark.faults)])
 def test_four_threads_with_a_model_each(way: Callable[..., Any], steps: int) -> None:

@@ -9,7 +9,7 @@ import torch
 from tests.graph.allocations import live_bytes, measured_peak
 from tests.models import MODELS
 from tests.regions.test_memory import LiveStorages
-from tests.slow import slow
+from tests.slow import few, slow
 
 MB = 10**6
 
@@ -93,6 +93,7 @@ def test_what_a_reference_cycle_holds_is_alive():
     gc.collect()
 
 
+@few(3)
 @pytest.mark.parametrize("name", ["mlp24", "gpt6", "resnet20", "unet", *slow(["lstm50"])])
 def test_peak_is_at_least_that_of_the_storages_that_operators_return(name):
     case = MODELS[name]()

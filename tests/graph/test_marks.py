@@ -9,6 +9,7 @@ from torch import nn
 
 from tests.graph.traced import plan_of
 from tests.helpers import in_threads, leaf
+from tests.slow import few
 from torchckpt import graph
 from torchckpt.errors import ArgumentError
 from torchckpt.graph import mark, region, sequential
@@ -218,6 +219,7 @@ def marked(x):
     return mark(k.exp().tanh()).sum()
 
 
+@few(3)
 @pytest.mark.parametrize(
     ("keep", "saved", "recomputed"),
     [

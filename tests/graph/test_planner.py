@@ -8,6 +8,7 @@ from torch import nn
 from tests.graph.traced import plan_of
 from tests.helpers import leaf
 from tests.models.untuned import UNTUNED
+from tests.slow import few
 from torchckpt import graph
 from torchckpt.errors import ArgumentError, BudgetInfeasible
 from torchckpt.graph.planner import GraphPlanner
@@ -73,6 +74,7 @@ def test_share_of_the_eager_peak_has_room_for_the_loss():
     assert plan.budget_bytes == plan.eager_peak_bytes + 64
 
 
+@few(1)
 @pytest.mark.parametrize("less", [0, 1, 63, 64])
 def test_plan_leaves_room_for_the_loss(less):
     """64 bytes, of which two scalars are used."""

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tests.graph.allocations import measured_peak
+from tests.slow import few
 from torchckpt import graph
 from torchckpt.errors import BudgetInfeasible
 from torchckpt.features import release_of
@@ -29,6 +30,7 @@ def refused(budget, model, x):
     return caught.value
 
 
+@few(1)
 @pytest.mark.parametrize(
     ("budget", "received"),
     [("10%", "10%, which is {tenth}"), ("10kB", "10kB"),

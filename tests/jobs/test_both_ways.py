@@ -12,7 +12,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.fsdp import fully_shard
 
 from examples import plan_llama, plan_parallel
-from tests.slow import rarely
+from tests.slow import few, rarely
 from torchckpt.costs import fake_mesh, pipeline_costs
 from torchckpt.jobs import MACHINES, Job, Layout, Model, Software, memory_of, model_named
 from torchckpt.jobs.layer import LayerWork, saved_of
@@ -57,6 +57,7 @@ def both(request, monkeypatch, tmp_path):
     return counted, Job(model_named(str(tmp_path / "tiny.json")), layout, MACHINES["h100"])
 
 
+@few(1)
 def test_both_ways_give_the_same_costs(both):
     counted, job = both
     block, tp = counted.blocks[1], job.layout.tp
@@ -130,6 +131,7 @@ def test_both_ways_give_the_same_costs_of_experts(monkeypatch):
     assert counted.static == (memory.weights + angles, memory.gradients, memory.optimizer)
 
 
+@few(1)
 @pytest.mark.parametrize(
     ("device", "dp", "tp"), [("h100", 16, 1), ("a100", 2, 8), pytest.param("h100", 2, 8, marks=pytest.mark.slow)]
 )

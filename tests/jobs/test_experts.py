@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.slow import slow
+from tests.slow import few, slow
 from torchckpt.jobs import MACHINES, MODELS, Job, Layout, memory_of, plan_job
 from torchckpt.jobs.layout import SOFTWARE, STATES
 from torchckpt.planning.work.collective import Collective
@@ -36,6 +36,7 @@ def random_layouts(seed, count=1500):
             yield model, layout
 
 
+@few(1)
 @pytest.mark.parametrize("seed", [0, 1, *slow([2, 3])])
 def test_all_ranks_together_hold_no_less_than_the_model(seed):
     """Weights, gradients and optimizer, and as often as there are ranks that do not share them."""
@@ -52,6 +53,7 @@ def test_all_ranks_together_hold_no_less_than_the_model(seed):
             assert held >= model.parameters * copies * late * (1 - 1e-9), (part, held, model.name, layout)
 
 
+@few(3)
 @pytest.mark.parametrize("seed", range(4))
 def test_all_ranks_together_hold_each_expert_as_often_as_the_layout_says(seed):
     """Before the state is shared, and when it is."""

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.slow import slow, slow_but
+from tests.slow import few, slow, slow_but
 from torchckpt.errors import ArgumentError, BudgetInfeasible
 from torchckpt.jobs import MACHINES, MODELS, Job, Layout, memory_of, plan_job
 from torchckpt.jobs import plan as plans
@@ -133,6 +133,7 @@ def test_a_host_is_for_what_is_planned(recompute):
         plan_job(job(layout), host=Host(200e9, 50e9))
 
 
+@few(7)
 @pytest.mark.parametrize("memory", [0, -1, math.nan, math.inf, True, "80", "50%", [80e9]])
 def test_the_memory_of_a_device_is_a_size(memory):
     with pytest.raises(ArgumentError, match=r"the memory of a device is not .*\n.*\n.*device_bytes=\"80GB\""):
@@ -207,6 +208,7 @@ def test_numbers_for_a_file_and_the_picture():
     assert all(math.isfinite(float(bar.get("height"))) for bar in bars)
 
 
+@few(1)
 @pytest.mark.parametrize("seed", [0, 1, *slow([2, 3])])
 def test_what_the_faults_of_a_layout_advise_has_none(seed):
     """All of it at once: a smaller split has fewer GPUs, of which the next call would complain."""
@@ -244,6 +246,7 @@ QUICK = [
 """Each side of each way in one schedule, and in the other one where one thing is otherwise. With a host, two sides."""
 
 
+@few(3)
 @pytest.mark.usefixtures("quick_search")
 @pytest.mark.parametrize(
     ("recompute", "host", "state", "framework", "schedule"),
@@ -265,6 +268,7 @@ def test_a_device_with_the_bytes_that_an_error_names_is_enough_and_less_is_not(
         plan_job(whole, least - 2e6)
 
 
+@few(3)
 @pytest.mark.parametrize(("pp", "micro_batch"), [(1, 1), (4, 1), (4, 4)])
 @pytest.mark.parametrize("state", ["zero1", "fsdp2"])
 def test_a_plan_that_recomputes_everything_needs_the_same_bytes_under_both_names(pp, micro_batch, state):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.slow import slow
+from tests.slow import few, slow
 from torchckpt.errors import ArgumentError
 from torchckpt.jobs import MACHINES, MODELS, Job, Layout, plan_job, search_layouts
 from torchckpt.jobs import search as module
@@ -61,6 +61,7 @@ def everything(request):
     return result, case, [least for least, *_ in bounded]
 
 
+@few(1)
 @pytest.mark.parametrize("count", [4, *slow([1, 20])])
 def test_what_is_pruned_is_not_among_the_best(everything, count, monkeypatch):
     result, case, least = everything
@@ -181,6 +182,7 @@ def test_a_search_of_planned_layouts_sends_blocks_to_the_host_as_a_plan_does():
     assert (plan.step_seconds, plan.away_share) == (best.step_seconds, best.away_share)
 
 
+@few(1)
 @pytest.mark.parametrize("memory", [16e9, 18e9])
 def test_what_only_the_planner_finds_is_found_without_its_policy(memory):
     base = replace(BASE, sequence=8192, global_batch=32)

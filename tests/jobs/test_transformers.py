@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from tests.slow import few
 from torchckpt.errors import ArgumentError
 from torchckpt.jobs import model_named, presets
 
@@ -56,6 +57,7 @@ def parameters(config):
         return sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
 
 
+@few(21)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_parameters_are_those_of_the_class(model_type, tmp_path):
     """As the configuration is saved, and with nothing but the sizes that have no default."""

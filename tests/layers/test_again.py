@@ -6,7 +6,7 @@ import torch
 
 import torchckpt
 from tests.layers.models import Model, Wide
-from tests.slow import slow
+from tests.slow import few, slow
 from torchckpt.testing import peak_bytes
 
 
@@ -53,6 +53,7 @@ def three_times(model, x):
         loss.backward(retain_graph=at < 2)
 
 
+@few(1)
 @pytest.mark.parametrize("share", [1.0, *slow([0.8, 0.9])])
 @pytest.mark.parametrize("step", [
     penalty, penalty_alone, penalty_of_gradients, penalty_after_another_forward, more_between, two_losses, three_times,

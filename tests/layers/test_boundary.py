@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.halves import ROWS, SIZE, Rows, wide
 from tests.layers.models import Model
-from tests.slow import slow
+from tests.slow import few, slow
 from torchckpt import checkpoint_layers, is_recomputing
 from torchckpt.errors import BudgetInfeasible
 from torchckpt.testing import peak_bytes
@@ -37,6 +37,7 @@ def planned_and_measured(model, budget):
     return planned, measured, kept
 
 
+@few(1)
 @pytest.mark.parametrize("budget", ["90%", "70%", "50%"])
 def test_what_is_planned_is_taken_but_for_the_input_of_the_last_layer(budget):
     planned, measured, kept = planned_and_measured(Rows([2 * SIZE] * 12), budget)
@@ -44,6 +45,7 @@ def test_what_is_planned_is_taken_but_for_the_input_of_the_last_layer(budget):
     assert 0 < kept < 12
 
 
+@few(2)
 @pytest.mark.parametrize("holds", [False, True])
 @pytest.mark.parametrize("between", [None, wide])
 @pytest.mark.parametrize("seed", [*slow([0]), 1, 2])

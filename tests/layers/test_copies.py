@@ -11,6 +11,7 @@ from torch import nn
 import torchckpt
 from tests.layers.models import gradients
 from tests.layers.test_steps import recomputes
+from tests.slow import few
 from torchckpt.testing import count_recomputes
 
 COPIES = pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
@@ -69,6 +70,7 @@ def test_the_handle_in_a_copy_without_a_budget(copied):
     assert recomputes(other, x) == 0
 
 
+@few(3)
 @COPIES
 @pytest.mark.parametrize("inside", [True, False])
 def test_copies_of_copies_have_one_hook(copied, inside):

@@ -9,6 +9,7 @@ import torch
 
 import torchckpt
 from tests.layers.models import Model, Wide, random_model
+from tests.slow import few
 
 pytestmark = pytest.mark.accelerator
 
@@ -170,6 +171,7 @@ def garbage(accelerator):
     circle.append(circle)
 
 
+@few(2)
 @pytest.mark.parametrize("frees_in", [0, 2])
 @pytest.mark.parametrize("made", [old_loss, unused_loss, garbage])
 def test_a_counted_step_that_frees_what_others_made(accelerator, made, frees_in):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import torchckpt
-from tests.slow import slow
+from tests.slow import few, slow
 from torchckpt.testing import count_recomputes
 
 X = torch.randn(4, 16, 16)
@@ -59,6 +59,7 @@ def fails_in_the_second_backward(model, module):
 FAILS = [drops_the_graph, holds_the_loss, holds_the_error, fails_in_the_second_backward]
 
 
+@few(4)
 @pytest.mark.parametrize("at", [0, *slow([3]), 5])
 @pytest.mark.parametrize("fails", FAILS)
 def test_the_next_step_follows_the_plan(model, fails, at):

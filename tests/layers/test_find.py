@@ -14,6 +14,7 @@ from torch import nn
 import torchckpt
 from tests.layers.models import Model, Wide, gradients
 from tests.scripts import run
+from tests.slow import few
 from torchckpt.layers.find import repeated
 
 
@@ -178,6 +179,7 @@ def test_blocks_of_one_class_and_no_common_shape():
 SMALL = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
 
 
+@few(2)
 @pytest.mark.parametrize(("make", "count"), [
     (lambda t: t.GPT2LMHeadModel(t.GPT2Config(n_layer=3, n_embd=16, n_head=2, vocab_size=20)), 3),
     (lambda t: t.LlamaForCausalLM(t.LlamaConfig(**SMALL, num_hidden_layers=3, vocab_size=20)), 3),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.slow import slow
+from tests.slow import few, slow
 from torchckpt import ArgumentError, CheckpointError, checkpoint_layers
 from torchckpt.layers import known
 from torchckpt.layers.away import Away, best_away, with_away
@@ -68,6 +68,7 @@ def steps_of(model, device, count=5):
     return gradients, peaks
 
 
+@few(1)
 @pytest.mark.accelerator
 @pytest.mark.parametrize("seed", [*range(1, 4), *slow([0, *range(4, 12)])])
 def test_the_devices_own_peak_is_the_planned_one(accelerator, seed):
@@ -326,6 +327,7 @@ def changed(model, x):
     backward(model, x)
 
 
+@few(1)
 @pytest.mark.accelerator
 @pytest.mark.parametrize(
     "step", [twice, penalised, half, changed, *slow([evaluated, half_a_backward, accumulated])],

@@ -10,7 +10,7 @@ import torchckpt
 from benchmarks.layers.ways import layers_of
 from tests.graph.allocations import measured_peak, workspace_bytes
 from tests.models import MODELS
-from tests.slow import slow
+from tests.slow import few, slow
 from torchckpt.layers.took import Took
 from torchckpt.testing import peak_bytes
 
@@ -36,6 +36,7 @@ def step_of(case, model):
     return run
 
 
+@few(1)
 @pytest.mark.parametrize("share", [10, *slow([30, 50, 70]), 90])
 def test_bytes_are_those_that_are_planned_and_within_the_budget(case, share):
     plain, model = copy.deepcopy(case.model), case.model

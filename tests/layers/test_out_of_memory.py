@@ -13,7 +13,7 @@ import torch
 
 import torchckpt
 from tests.helpers import FullDevice
-from tests.slow import rarely
+from tests.slow import few, rarely
 from torchckpt.layers.known import KnownStep, measured
 from torchckpt.regions.live import ooms_of
 from torchckpt.testing import count_recomputes
@@ -38,6 +38,7 @@ def out_of_memory(model, x):
     return str(raised.value)
 
 
+@few(1)
 @pytest.mark.parametrize("sizes", [(8,), (8, 4), (4, 8)])
 def test_each_budget_that_it_asks_for_works_and_at_last_it_asks_for_none(model, sizes):
     """The last step is without memory, the others need as much as they need."""
@@ -112,6 +113,7 @@ def told(model, steps=2):
     return [str(each.message) for each in caught]
 
 
+@few(2)
 @pytest.mark.parametrize("is_held", [False, True], ids=["", "held"])
 @pytest.mark.parametrize("place", rarely([*PLACES][1::2], PLACES))
 def test_wherever_it_is_the_next_plan_takes_less_and_says_so_once(model, device, place, is_held):
@@ -137,6 +139,7 @@ def test_wherever_it_is_the_next_plan_takes_less_and_says_so_once(model, device,
         assert not any(known.is_marked for known in handle._steps._known._steps.values())
 
 
+@few(4)
 @pytest.mark.parametrize("place", [place for place in PLACES if place != "the optimizer"])
 def test_what_torch_has_recovered_from_does_not_count(model, device, place):
     with torchckpt.checkpoint_layers(model, "layers.*", budget="70%") as handle:

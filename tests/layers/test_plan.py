@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+from tests.slow import few
 from torchckpt.layers.plan import LayersPlan, Wish, chosen, frontier
 from torchckpt.layers.took import Call, Took, most_of
 
@@ -61,6 +62,7 @@ def test_every_choice_is_tried_in_twelve_layers(seed):
         assert plain_seconds(took) + found <= 1.01 * (plain_seconds(took) + best)
 
 
+@few(17)
 @pytest.mark.parametrize("seed", range(20))
 def test_options_are_what_they_say(seed):
     took = random_step(seed, 40)

@@ -12,6 +12,7 @@ from torch import nn
 import torchckpt
 from tests.helpers import is_collected
 from tests.layers.models import Model, Wide
+from tests.slow import few
 from torchckpt.layers.count import Counter
 from torchckpt.regions.private import dispatch_modes_are_active
 
@@ -135,11 +136,13 @@ def assert_released(end, device, compiled=False):
         assert not is_counted()
 
 
+@few(6)
 @pytest.mark.parametrize("end", ENDS)
 def test_on_the_cpu(end):
     assert_released(end, "cpu")
 
 
+@few(1)
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("end", [forward, step, steps, fails_in_a_hook, forward_that_is_held])
@@ -147,6 +150,7 @@ def test_with_compiled_layers(end):
     assert_released(end, "cpu", compiled=True)
 
 
+@few(3)
 @pytest.mark.accelerator
 @pytest.mark.parametrize("end", ENDS)
 def test_on_a_device(end, accelerator):

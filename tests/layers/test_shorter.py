@@ -10,6 +10,7 @@ import torch
 
 import torchckpt
 from tests.layers.models import Model, Wide
+from tests.slow import few
 from torchckpt.testing import count_recomputes, peak_bytes
 
 X = [torch.randn(4, 16, 16) for _ in range(4)]
@@ -72,6 +73,7 @@ def peaks(model, steps):
         yield taken
 
 
+@few(1)
 @pytest.mark.parametrize("step", [retained, wide_head, one_by_one])
 def test_it_has_a_plan_of_its_own_when_it_comes_again(model, step):
     budget = 1.02 * max(least_of(model, step, 1), least_of(model, together, 2))
@@ -98,6 +100,7 @@ def test_its_error_comes_with_its_backward_and_what_it_asks_for_works(model):
         assert max([*peaks(model, [(together, 2)] * 2 + [(wide_head, 1)] * 4 + [(together, 2)])][3:]) <= budget
 
 
+@few(1)
 @pytest.mark.parametrize(("often", "seldom"), [(1, 2), (2, 1)])
 def test_a_step_that_comes_now_and_then_is_counted(model, often, seldom):
     """All is recomputed until it comes again, also if it is the longer one."""
@@ -112,6 +115,7 @@ def test_a_step_that_comes_now_and_then_is_counted(model, often, seldom):
     assert counts == first + [all_of_it] * 19 + [3 * seldom] + [0] * 29
 
 
+@pytest.mark.slow
 def test_where_nothing_can_be_learned_the_others_have_their_plan_again():
     """A step that ends with a forward is never complete."""
     model, counts = Model([Wide(16, 16)]), []
@@ -129,6 +133,7 @@ def test_where_nothing_can_be_learned_the_others_have_their_plan_again():
     assert counts[-10:] == [0] * 10
 
 
+@few(1)
 @pytest.mark.parametrize("seed", [1, 7, 8])
 def test_steps_of_several_kinds_in_any_order(model, seed):
     chosen = random.Random(seed)

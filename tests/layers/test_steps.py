@@ -19,7 +19,7 @@ from torch import nn
 import torchckpt
 from tests.helpers import Probe
 from tests.layers.models import Attention, Model, Wide, gradients, plain_gradients, random_model
-from tests.slow import slow
+from tests.slow import few, slow
 from torchckpt.regions.live import LiveStorages
 from torchckpt.testing import count_recomputes, peak_bytes
 
@@ -53,6 +53,7 @@ def test_the_first_step_recomputes_everything_and_the_others_what_they_must(mode
     assert recomputes(model, x) == 0
 
 
+@few(2)
 @pytest.mark.parametrize("seed", [*range(3), *slow(range(3, 6))])
 @pytest.mark.parametrize("share", [80, 92])
 def test_the_peak_is_the_planned_one(seed, share):
@@ -190,6 +191,7 @@ def one_by_one(model, x):
         loss.backward()
 
 
+@few(1)
 @pytest.mark.parametrize("steps", [(together, one_by_one), (one_by_one, together)])
 def test_backwards_in_another_order_are_counted_when_they_come_again(steps):
     """The forwards are alike, and what they take is not."""
@@ -518,6 +520,7 @@ def test_another_shape_is_counted_first_and_both_are_remembered(model):
         assert recomputes(model, short) < 6
 
 
+@few(1)
 @pytest.mark.parametrize("third", [24, 40, 64])
 def test_a_third_size_is_foretold_where_bytes_are_linear(model, third):
     with torchckpt.checkpoint_layers(model, "layers.*", budget="70%") as handle:
@@ -539,6 +542,7 @@ def test_a_third_size_is_counted_where_bytes_are_not_linear():
         assert recomputes(model, torch.randn(2, 256, 16)) == 4
 
 
+@few(1)
 @pytest.mark.parametrize("lengths", [(1, 64, 128), (4, 128, 256), (16, 32, 64)])
 def test_a_parabola_is_no_line_however_near_the_origin_one_size_is(lengths):
     model = Model([Attention(48) for _ in range(4)], size=48)
@@ -549,6 +553,7 @@ def test_a_parabola_is_no_line_however_near_the_origin_one_size_is(lengths):
         assert recomputes(model, torch.randn(2, lengths[2], 48)) == 4
 
 
+@few(1)
 @pytest.mark.parametrize("is_cast", [True, False])
 def test_weights_that_each_call_makes_hide_no_parabola(is_cast):
     layers = [Attention(64) for _ in range(4)]
@@ -737,6 +742,7 @@ def test_a_recomputed_call_is_a_region_and_little_more(x, monkeypatch):
     assert of_one_more_layer({"budget": "1GiB"}, x) <= region + 1
 
 
+@pytest.mark.slow
 def test_calls_that_are_foreseen_and_come_otherwise(x):
     """Inside of a model that is called with the same shapes: other lengths, no gradients, a region, an error."""
     class Other(Model):

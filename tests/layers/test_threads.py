@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.layers.models import gradients, plain_gradients
+from tests.slow import few
 from torchckpt import checkpoint_layers
 from torchckpt.regions.private import dispatch_modes_are_active
 
@@ -32,6 +33,7 @@ def evaluate(model, x):
         model(x)
 
 
+@few(6)
 @pytest.mark.parametrize("place", ["first", "layers.0.norm", "layers.1.norm"])
 @pytest.mark.parametrize("steps", [range(4), (0,), (2,)])
 def test_an_evaluation_while_a_step_runs(model, x, place, steps):

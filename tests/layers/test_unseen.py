@@ -7,7 +7,7 @@ from torch import nn
 
 import torchckpt
 from tests.layers.models import Wide, gradients, plain_gradients
-from tests.slow import slow_but
+from tests.slow import few, slow_but
 from torchckpt.testing import count_recomputes
 
 
@@ -34,6 +34,7 @@ def replays(model, *inputs):
     return counted.total
 
 
+@few(1)
 @pytest.mark.parametrize("leaves", [False, True])
 @pytest.mark.parametrize(
     ("frozen", "cuts"), slow_but([(0, None), (1, 4)], [(0, None), (1, None), (3, None), (0, 2), (1, 4)])
@@ -67,6 +68,7 @@ def with_another_parameter(model):
     model[0].scale = nn.Parameter(torch.ones(16))
 
 
+@few(2)
 @pytest.mark.parametrize("change", [wider, of_another_kind, added, with_another_parameter])
 def test_a_step_with_other_modules_is_counted_anew(change):
     model, x = nn.Sequential(*(Wide(16, 64) for _ in range(8))), torch.randn(8, 32, 16)
@@ -76,6 +78,7 @@ def test_a_step_with_other_modules_is_counted_anew(change):
         assert [replays(model, x) for _ in range(3)] == [8, 0, 0]
 
 
+@few(1)
 @pytest.mark.accelerator
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_that_are_there_count_once_of_the_whole_device(accelerator, set_to_none):
@@ -100,6 +103,7 @@ def test_gradients_that_are_there_count_once_of_the_whole_device(accelerator, se
         assert handle.plan is not None
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks at it, without regions, too
 def test_a_backward_that_compiled_autograd_compiles_tells_nothing(x, fresh_dynamo):
     compiled_autograd = pytest.importorskip("torch._dynamo.compiled_autograd")

@@ -5,6 +5,7 @@ import pytest
 
 from tests.planning.closed_forms import BOUNDARY, CELLS, Cell, greedy
 from tests.planning.policies import early, late
+from tests.slow import few
 from torchckpt.planning import bound, gpipe, one_f_one_b, simulate
 
 LARGE = 256  # cells of this size and above take longer than all others together
@@ -24,6 +25,7 @@ def step(schedule, cell, choices=None):
     return run(schedule, cell, choices).step_seconds
 
 
+@few(15)
 @every_cell
 def test_gpipe(cell):
     p, m, tr = cell.p, cell.m, cell.tr
@@ -47,6 +49,7 @@ def test_gpipe(cell):
         assert max(unlimited[1].peak_bytes) <= m * A
 
 
+@few(19)
 @every_cell
 def test_gpipe_with_one_micro_batch_exempt(cell):
     p, m, tr = cell.p, cell.m, cell.tr

@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 
 from tests.planning.policies import late
+from tests.slow import few
 from torchckpt.planning import (
     NAMES,
     Block,
@@ -53,6 +54,7 @@ def has_one_peak(step):
     assert all(curve[-1][1] == 0 for curve in timeline.memory)
 
 
+@few(11)
 @every_schedule
 @pytest.mark.parametrize(("early", "total"), BLOCKS)
 def test_by_position_and_over_time(name, early, total):

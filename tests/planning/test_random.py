@@ -9,6 +9,7 @@ from random import Random
 import pytest
 
 from tests.planning.random_steps import needs, random_step
+from tests.slow import few
 from torchckpt.planning import Kind, Link, State, bound, quickest, simulate
 from torchckpt.planning.step.placement import without
 
@@ -30,6 +31,7 @@ def travel(schedule, costs, links, lower):
     return links[lower].latency_seconds + costs[lower + 1].message_bytes / links[lower].bandwidth
 
 
+@few(1)
 @in_ten_parts
 def test_nothing_is_used_twice_at_a_time_nor_left_idle(seeds):
     for seed in seeds:
@@ -97,6 +99,7 @@ def test_memory_is_never_negative_and_ends_where_it_began(seeds):
             assert times == sorted(times)
 
 
+@few(1)
 @in_ten_parts
 def test_time_is_monotone_in_every_cost(seeds):
     for seed in seeds:
@@ -114,6 +117,7 @@ def test_time_is_monotone_in_every_cost(seeds):
             assert simulate(schedule, costs, slow, choices, exposed=False).step_seconds >= step - NEAR, seed
 
 
+@few(2)
 @in_ten_parts
 def test_exposed_time_is_at_least_the_bound(seeds):
     for seed in seeds:
@@ -146,6 +150,7 @@ def test_the_critical_path_has_no_gap(seeds):
         assert all(before[1] == after[0] for before, after in pairwise(spans)), seed
 
 
+@few(1)
 @in_ten_parts
 def test_recomputes_are_placed_no_later_than_they_must(seeds):
     for seed in seeds:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.planning.plan.recount_moves import recount
 from tests.planning.random_steps import boundary_levels, random_moves
-from tests.slow import slow
+from tests.slow import few, slow
 from torchckpt.planning import Host
 
 SEEDS = range(200)
@@ -18,6 +18,7 @@ def close(values):
     return pytest.approx(values, abs=1e-9)
 
 
+@few(44)
 @pytest.mark.parametrize("seed", [*SEEDS[:100], *slow(SEEDS[100:])])
 def test_times_and_bytes(seed):
     step = random_moves(seed)

@@ -5,7 +5,7 @@ import pytest
 
 from tests.planning.closed_forms import BOUNDARY, CELLS, Cell, greedy
 from tests.planning.policies import early, late
-from tests.slow import slow
+from tests.slow import few, slow
 from torchckpt.planning import (
     Block,
     Choice,
@@ -40,6 +40,7 @@ def gain(schedule, cell, k, *kept):
     return one - more
 
 
+@few(9)
 @small_cells
 def test_more_than_one_ahead_gains_at_most_one_recompute_a_step(cell):
     for schedule in [gpipe(cell.p, cell.m), one_f_one_b(cell.p, cell.m), eager_one_f_one_b(cell.p, cell.m)]:
@@ -59,6 +60,7 @@ def test_the_exception_is_gpipe_with_its_last_stage_exempt(cell):
         assert gain(gpipe(cell.p, cell.m), cell, cell.m, "last_stage") == expected
 
 
+@few(2)
 @pytest.mark.parametrize("tc", [0.0, 0.25, 1.0])
 @pytest.mark.parametrize("p", [2, 3, *slow([4])])
 def test_one_ahead_costs_no_memory_over_arrival(p, tc):

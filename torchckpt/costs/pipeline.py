@@ -273,23 +273,21 @@ def _fixed(parts: Sequence[Part]) -> Block:
 
 def _faults(
     efficiency: object, dtype: object, optimizer_bytes: object, bandwidth: object, kernels: object, profile: object
-) -> list[Fault]:
-    faults = []
+) -> Iterator[Fault]:
     if efficiency is not None and not (is_number(efficiency) and 0 < efficiency <= 1):
         rule = "efficiency is not a share of the peak, above 0 and at most 1"
-        faults.append(Fault(rule, f"efficiency={efficiency!r}", "efficiency=0.5"))
+        yield Fault(rule, f"efficiency={efficiency!r}", "efficiency=0.5")
     if dtype is not None and dtype not in _DTYPES:
-        faults.append(Fault(f"dtype is not one of {', '.join(_DTYPES)}", f"dtype={dtype!r}", 'dtype="bf16"'))
+        yield Fault(f"dtype is not one of {', '.join(_DTYPES)}", f"dtype={dtype!r}", 'dtype="bf16"')
     if optimizer_bytes is not None and not is_amount(optimizer_bytes):
         rule = "optimizer_bytes is not a number of bytes, 0 or more"
-        faults.append(Fault(rule, f"optimizer_bytes={optimizer_bytes!r}", "optimizer_bytes=12"))
+        yield Fault(rule, f"optimizer_bytes={optimizer_bytes!r}", "optimizer_bytes=12")
     if bandwidth is not None and not (is_number(bandwidth) and bandwidth > 0):
         rule = "link_bytes_per_second is not a number above 0"
-        faults.append(Fault(rule, f"link_bytes_per_second={bandwidth!r}", "link_bytes_per_second=50e9"))
+        yield Fault(rule, f"link_bytes_per_second={bandwidth!r}", "link_bytes_per_second=50e9")
     if kernels not in KERNELS:
         rule, works = f"kernels is not {' or '.join(KERNELS)}", 'kernels="accelerator"'
-        faults.append(Fault(rule, f"kernels={kernels!r}", works))
+        yield Fault(rule, f"kernels={kernels!r}", works)
     if profile and layout_around() is not None:
         rule = "profile runs on one device, and the ranks of a fake_mesh are not there"
-        faults.append(Fault(rule, f"profile={profile!r}", "profile=False, or stages that are not parallelized"))
-    return faults
+        yield Fault(rule, f"profile={profile!r}", "profile=False, or stages that are not parallelized")

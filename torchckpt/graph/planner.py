@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from copy import copy
 from functools import cached_property
 
@@ -157,16 +157,14 @@ def _listed(parts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {written(size)}" for name, size in order if size) or "nothing"
 
 
-def _faults(costs: Costs, rng: str, exact: bool, budget: Budget | None) -> list[Fault]:
-    faults = []
+def _faults(costs: Costs, rng: str, exact: bool, budget: Budget | None) -> Iterator[Fault]:
     if not isinstance(costs, Mapping) and costs not in ("roofline", "profile"):
-        faults.append(Fault('costs is not "roofline", "profile", or seconds by operator', repr(costs),
-                            'costs="roofline"; costs={"aten.mm": 2e-3}'))
+        yield Fault('costs is not "roofline", "profile", or seconds by operator', repr(costs),
+                    'costs="roofline"; costs={"aten.mm": 2e-3}')
     if rng not in ("keep", "replay"):
-        faults.append(Fault('rng is neither "keep" nor "replay"', repr(rng), 'rng="keep"'))
+        yield Fault('rng is neither "keep" nor "replay"', repr(rng), 'rng="keep"')
     if exact and budget is None:
-        faults.append(Fault("exact=True is given without a budget", "budget=None", 'budget="6GiB"'))
-    return faults
+        yield Fault("exact=True is given without a budget", "budget=None", 'budget="6GiB"')
 
 
 def _planned(plan: Plan, flow: Dataflow) -> Schedule:

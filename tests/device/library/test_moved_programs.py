@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import torchckpt
 from tests.device import Rates
+from tests.slow import few
 from torchckpt.regions.flags import local
 from torchckpt.regions.moved.region import Moved
 
@@ -154,6 +155,7 @@ def assert_same_whatever_is_late(sim, seed):
     assert levels_of_late == levels, f"program {seed}, late"
 
 
+@few(6)
 @pytest.mark.parametrize("seed", range(FEW))
 def test_a_program_leaves_the_same_bits_and_bytes_whatever_is_late(sim, seed):
     assert_same_whatever_is_late(sim, seed)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import torchckpt
+from tests.slow import few
 
 MODES = ["always", "except_last", "never"]
 
@@ -41,6 +42,7 @@ def assert_equal(received, expected):
     assert all(torch.equal(*pair) for pair in zip(received, expected, strict=True))
 
 
+@few(4)
 @pytest.mark.parametrize("step", [False, True], ids=["backward", "step"])
 @pytest.mark.parametrize("checkpoint", MODES)
 def test_two_stages_on_two_devices(sim, checkpoint, step):
@@ -80,6 +82,7 @@ class DropPath(nn.Module):
         return self.block(x) * kept.to(x.device)
 
 
+@few(2)
 @pytest.mark.parametrize(
     ("module", "devices"),
     [

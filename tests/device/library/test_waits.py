@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import torchckpt
 from tests.pipe.skips import Pop, Stash
+from tests.slow import few
 from torchckpt.pipe import balance
 from torchckpt.pipe.run.links import Place
 from torchckpt.regions.core import call
@@ -228,6 +229,7 @@ def program(module, x, target, checkpoint, lookahead=1, step=False):
     return run
 
 
+@few(9)
 @pytest.mark.parametrize("late", LATE)
 @pytest.mark.parametrize("options", PROGRAMS.values(), ids=PROGRAMS)
 @pytest.mark.parametrize("where", DEVICES, ids=["input here", "input there"])

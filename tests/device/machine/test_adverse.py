@@ -13,6 +13,7 @@ from torch import nn
 
 import torchckpt
 from tests.device.programs import MODES, adversely, program
+from tests.slow import few
 from torchckpt.pipe.run.links import wait
 
 FEW, ALL = 8, 350
@@ -29,6 +30,7 @@ def assert_same_whatever_is_late(sim, seed):
         assert differing == [], f"program {seed}, {mode}"
 
 
+@few(3)
 @pytest.mark.parametrize("seed", range(FEW))
 def test_a_program_leaves_the_same_bits_whatever_is_late(sim, seed):
     assert_same_whatever_is_late(sim, seed)

@@ -10,7 +10,7 @@ import torch
 from tests.distributed.ranks import on_ranks
 from tests.distributed.stages import Blocks, Stage, batch, parameters_of, schedule_on, stages_of, step
 from tests.settings import with_gloo
-from tests.slow import rarely, slow
+from tests.slow import few, rarely, slow
 from torchckpt.distributed import recompute_ahead
 from torchckpt.planning.plan.run import fit_measured
 from torchckpt.planning.plan.run.extra_memory import beside_of, highest_bytes
@@ -42,6 +42,7 @@ def peaks_after(name, evaluated, device=None):
     return report.planned_peak_bytes, report.measured_peak_bytes
 
 
+@few(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("evaluated", BEFORE, ids=str)
 @pytest.mark.parametrize("name", [*slow(["ScheduleInterleaved1F1B"]), "ScheduleInterleavedZeroBubble"])
@@ -49,6 +50,7 @@ def test_a_step_takes_what_it_takes_without(name, evaluated):
     assert peaks_after(name, evaluated) == peaks_after(name, ())
 
 
+@few(1)
 @pytest.mark.accelerator
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("evaluated", rarely(BEFORE[1:3], BEFORE), ids=str)

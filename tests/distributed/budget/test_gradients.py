@@ -21,7 +21,7 @@ from tests.distributed.stages import (
     step,
 )
 from tests.settings import with_gloo
-from tests.slow import slow_but
+from tests.slow import few, slow_but
 from torchckpt import checkpoint_module, is_recomputing
 from torchckpt.distributed import recompute_ahead
 
@@ -44,6 +44,7 @@ def report_after(name, kept, budget):
     return schedule.report()
 
 
+@few(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("name", "kept"),

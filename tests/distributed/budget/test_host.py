@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.distributed.stages import SINGLE, Stage, equal, gradients_of, loss_of, schedule_on
 from tests.settings import with_gloo
-from tests.slow import slow, slow_but
+from tests.slow import few, slow, slow_but
 from torchckpt import checkpoint_module
 from torchckpt.distributed import phases, recompute_ahead
 from torchckpt.errors import ArgumentError, BudgetInfeasible, CheckpointError, ScheduleError
@@ -85,6 +85,7 @@ def cases(budgets, quick):
     return slow_but(quick, product(NAMES, budgets))
 
 
+@few(1)
 @pytest.mark.parametrize(("name", "budget"), cases(["55%", "70%"], [(NAMES[0], "55%"), (NAMES[1], "70%")]))
 def test_equal_to_the_bit_and_within_the_budget(accelerator, name, budget):
     seen, schedule = trained(name, accelerator, 6, budget=budget, host=HOST)
@@ -100,6 +101,7 @@ def test_equal_to_the_bit_and_within_the_budget(accelerator, name, budget):
     assert "planned on host" in str(report)
 
 
+@few(1)
 @pytest.mark.parametrize(
     ("name", "budget"), cases(["50%", "60%", "85%"], [(NAMES[0], "50%"), (NAMES[1], "85%")])
 )

@@ -12,7 +12,7 @@ from tests.distributed.budget.test_gradients import NEW
 from tests.distributed.stages import Stage, parameters_of, schedule_on, stages_of, step
 from tests.halves import ROWS, SIZE, Rows, wide
 from tests.settings import with_gloo
-from tests.slow import slow_but
+from tests.slow import few, slow_but
 from torchckpt import checkpoint_layers
 from torchckpt.distributed import recompute_ahead
 from torchckpt.errors import BudgetInfeasible
@@ -43,6 +43,7 @@ def report_of(name, budget, widths, between=None, holds=False):
     return schedule.report()
 
 
+@few(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("name", "budget"), slow_but(QUICK, [*product(NAMES, ["90%", "70%", "50%"])]))
 def test_what_is_planned_is_taken(name, budget):
@@ -52,6 +53,7 @@ def test_what_is_planned_is_taken(name, budget):
     assert report.plan.recomputed_share > 0
 
 
+@few(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("between", "holds"), slow_but([(wide, True)], product([None, wide], [False, True]))

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.distributed.stages import SIZE, Block, Blocks, batch, parameters_of, schedule_on, stages_of, step
+from tests.slow import few
 from torchckpt import keep
 from torchckpt.distributed import recompute_ahead
 from torchckpt.errors import BudgetInfeasible
@@ -62,6 +63,7 @@ def test_what_is_kept_is_in_memory_wherever_a_block_is_recomputed():
     assert kept == [1, 4]
 
 
+@few(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("budget", ["1GB", "85%", "least"])
 def test_a_step_takes_the_bytes_that_are_planned(budget):

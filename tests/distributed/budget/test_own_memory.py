@@ -12,7 +12,7 @@ from tests.distributed.budget.test_gradients import NEW
 from tests.distributed.stages import SIZE, SPLIT, batch, parameters_of, schedule_on, stages_of, step
 from tests.own_memory import Around, Nested, Plain, Spread, Summed, SummedFirst, SummedLast
 from tests.settings import with_gloo
-from tests.slow import slow_but
+from tests.slow import few, slow_but
 from torchckpt import BudgetInfeasible, checkpoint_module
 from torchckpt.distributed import phases, recompute_ahead
 
@@ -58,6 +58,7 @@ QUICK = [
 ]  # fmt: skip
 
 
+@few(1)
 @pytest.mark.parametrize(("name", "kinds"), slow_but(QUICK, [(name, kinds) for name in NAMES for kinds in STAGES]))
 def test_a_step_takes_at_most_what_is_planned(name, kinds):
     with pytest.raises(BudgetInfeasible) as caught:

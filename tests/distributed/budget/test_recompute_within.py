@@ -29,7 +29,7 @@ from tests.distributed.stages import (
 )
 from tests.helpers import doing
 from tests.settings import with_gloo, without_collector
-from tests.slow import selected, slow, slow_but
+from tests.slow import few, selected, slow, slow_but
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead, schedule_of
 from torchckpt.errors import ArgumentError, BudgetInfeasible, ScheduleError
@@ -83,6 +83,7 @@ def splits_of(schedule):
 # numbers --------------------------------------------------------------------------------------------------------------
 
 
+@few(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("name", "budget"), _ON_ONE_RANK)
 def test_all_stages_on_one_rank(name, budget):
@@ -95,6 +96,7 @@ def test_all_stages_on_one_rank(name, budget):
     assert (seen["recomputed"] > 0) == (budget != "1GB")
 
 
+@few(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("name", "is_nested"),
@@ -221,6 +223,7 @@ def test_regions_do_what_the_plan_says():
     ]
 
 
+@few(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("kept", [0, 1, 2])
 def test_a_plan_that_was_made_before_is_followed_from_the_first_step(kept, tmp_path):
@@ -495,6 +498,7 @@ def test_rows_that_the_micro_batches_do_not_divide():
         step(schedule, stages, torch.cat([x, x[:2]]), torch.cat([y, y[:2]]))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_a_share_of_no_bytes():
     """Nothing is trained, and what is compiled keeps nothing then."""
@@ -585,6 +589,7 @@ class Nested(Blocks):
         return super().forward(self.both(x))
 
 
+@few(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("budget", ["90%", "75%"])
 def test_regions_inside_of_regions_stay_within_the_budget(budget):
@@ -592,6 +597,7 @@ def test_regions_inside_of_regions_stay_within_the_budget(budget):
     assert report.measured_peak_bytes <= report.planned_peak_bytes <= report.budget_bytes
 
 
+@few(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("failing", [0, 1, *slow([2, 3])])
 def test_a_first_step_that_fails_is_made_again(failing):

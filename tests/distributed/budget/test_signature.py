@@ -11,7 +11,7 @@ from torch import nn
 from tests.distributed.ranks import attempted, on_ranks
 from tests.distributed.stages import Blocks, batch, schedule_on, stages_of, step
 from tests.settings import with_gloo
-from tests.slow import slow
+from tests.slow import few, slow
 from torchckpt.distributed import recompute_ahead
 from torchckpt.errors import ScheduleError
 from torchckpt.measuring.shapes import Signature, shapes_of
@@ -51,6 +51,7 @@ CHANGES = {
 }
 
 
+@few(3)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("steps", [2, *slow([4]), 6])
 @pytest.mark.parametrize("change", CHANGES)
@@ -148,6 +149,7 @@ def differ(*keywords):
         step(schedule, stages, *batch(4), **keywords[number == 5])
 
 
+@few(4)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     "keywords",

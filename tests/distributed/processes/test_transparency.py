@@ -30,7 +30,7 @@ from tests.distributed.stages import (
     train,
 )
 from tests.settings import with_gloo
-from tests.slow import rarely, selected, slow
+from tests.slow import few, rarely, selected, slow
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead
 from torchckpt.features import release_of
@@ -86,6 +86,7 @@ def same_as_torch(name, modes=tuple(MODES), steps=3):
     return found
 
 
+@few(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", rarely(["compute_comms", "ScheduleLoopedBFS", "ScheduleDualPipeV"], NAMES))
 def test_all_stages_on_one_rank(name):
@@ -231,6 +232,7 @@ class Normed(Inside):
         return self.norm(self.blocks[0](x))
 
 
+@few(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
 @pytest.mark.parametrize("make", [Several, Skip, *slow([TwoDifferentiable, Mixed])])
@@ -238,6 +240,7 @@ def test_stage(name, make):
     assert_same(name, make=make)
 
 
+@few(1)
 @not_before_2_13("a gradient that is missing fails")
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
@@ -259,6 +262,7 @@ def test_keyword_arguments(name):
     assert_same(name, drive=drive, make=Scaled)
 
 
+@few(2)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", ["ScheduleGPipe", *TWO_STAGES])
 def test_running_statistics(name):
@@ -284,6 +288,7 @@ def test_autocast_around_a_step(name):
     assert_same(name, {"nothing exempt": MODES["nothing exempt"]}, drive=drive)
 
 
+@few(2)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", ["ScheduleGPipe", *TWO_STAGES])
 def test_gradients_of_several_steps_add_up(name):
@@ -295,6 +300,7 @@ def test_gradients_of_several_steps_add_up(name):
     assert_same(name, drive=drive)
 
 
+@few(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", ["ScheduleGPipe", *TWO_STAGES])
 @pytest.mark.parametrize("m", [5, *slow([7])])
@@ -329,6 +335,7 @@ def test_metadata_that_the_stages_are_given(name):
     assert_same(name, drive=drive, input_args=static, output_args=static)
 
 
+@few(2)
 @not_on_old_stages("the first step draws random numbers for metadata")
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", ["ScheduleGPipe", *TWO_STAGES])
@@ -348,6 +355,7 @@ def test_first_step_infers_metadata_and_leaves_no_trace(name):
     assert_same(name, drive=drive)
 
 
+@few(3)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", ["ScheduleGPipe", *TWO_STAGES])
 def test_outputs_that_nobody_wants(name):

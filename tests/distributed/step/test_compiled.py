@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tests.distributed.stages import OLD, ROWS, SIZE, batch, schedule_on, stages_of, step
+from tests.slow import few
 from torchckpt import checkpoint_module
 from torchckpt.distributed import recompute_ahead
 from torchckpt.errors import RegionError
@@ -105,6 +106,7 @@ def test_split_backwards_of_compiled_blocks_within_a_budget():
 SEGMENTS = pytest.param({"segments": 0}, marks=pytest.mark.slow)
 
 
+@few(2)
 @pytest.mark.parametrize("order", [regions_then_compile, compile_then_regions, regions_of_compiled])
 @pytest.mark.parametrize("options", [{}, {"exempt": "none"}, SEGMENTS], ids=str)
 def test_compiled_blocks_are_recomputed_ahead(order, options):
@@ -117,6 +119,7 @@ def test_compiled_blocks_are_recomputed_ahead(order, options):
     assert backend.runs == 2 * 2 * COUNT + recomputes
 
 
+@few(1)
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("options", [{}, {"budget": "1GB"}], ids=str)
 def test_a_stage_that_is_compiled_with_its_regions_is_an_error_that_says_what_works(options):

@@ -22,6 +22,7 @@ from tests.distributed.stages import (
     step,
 )
 from tests.helpers import Mark
+from tests.slow import few
 from torchckpt.distributed import recompute_ahead
 from torchckpt.distributed.private import split_at
 
@@ -68,6 +69,7 @@ def texts_of(make, mode, loss=loss_of, name=NAME, **kwargs):
     return [str(each.message) for each in caught], gradients_of(stages)
 
 
+@few(1)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_what_a_split_backward_leaves_out_is_named_once(mode):
     scale, rows = leaf(1), leaf(M * 2, 1)
@@ -99,6 +101,7 @@ def test_a_stage_behind_a_frozen_one_is_named_once(mode):
     assert texts_of(make, mode, name="ScheduleInterleaved1F1B")[0] == []
 
 
+@few(1)
 @pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", NAME])
 def test_first_stages_and_whole_backwards_leave_nothing_out(name):
     at, found = 0 if name == NAME else 1, []
@@ -130,6 +133,7 @@ def test_what_works_works():
     assert all(torch.allclose(a, b) for one in others for a, b in zip(one, first, strict=True))
 
 
+@few(1)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_a_leaf_that_is_made_in_the_forward_is_nobodys(mode):
     class WithDummy(Scaled):
@@ -139,6 +143,7 @@ def test_a_leaf_that_is_made_in_the_forward_is_nobodys(mode):
     assert texts_of(WithDummy, mode)[0] == []
 
 
+@few(1)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_each_of_several_losses_counts(mode):
     """Also where a plan does a backward whole, of which torch leaves out all of them."""
@@ -173,6 +178,7 @@ class Marked(nn.Module):
         return Mark.apply(self.blocks(x), "mark", [])
 
 
+@few(1)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_a_function_of_the_callers_may_keep_anything(mode):
     texts, gradients = texts_of(Marked, mode)

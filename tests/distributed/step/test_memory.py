@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.distributed.stages import NAMES, SINGLE, SPLIT, TWO_STAGES, Blocks, batch, schedule_on, stages_of, step
 from tests.settings import without_collector
-from tests.slow import slow
+from tests.slow import few, slow
 from torchckpt.distributed import recompute_ahead
 from torchckpt.regions.flags import local
 
@@ -84,6 +84,7 @@ def test_with_a_region_per_stage_the_peak_is_that_of_stock_checkpointing(name):
         assert peak(name, regions="none") > 1
 
 
+@few(2)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", [*SINGLE, "ScheduleInterleaved1F1B", "ScheduleLoopedBFS"])
 @pytest.mark.parametrize("segments", [0, *slow([1]), 2])
@@ -95,6 +96,7 @@ def test_segments_bound_the_peak(name, segments):
     assert peak(name, 3, mode=NONE) == 3
 
 
+@few(3)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", [*SINGLE, *TWO_STAGES, "ScheduleInterleavedZeroBubble"])
 def test_what_is_exempt_by_default_does_not_raise_the_peak(name):
@@ -131,6 +133,7 @@ def test_a_replay_that_stands_before_a_pair_is_alive_in_the_forward_of_that():
 # afterwards -----------------------------------------------------------------------------------------------------------
 
 
+@few(8)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("Schedule")])
 @pytest.mark.parametrize("mode", [{}, {"segments": 1}, *slow([{"exempt": "none"}, {"segments": 0}])], ids=str)

@@ -14,7 +14,7 @@ from tests.graph.eager import Result, assert_same, step
 from tests.graph.executed import backward, counted, repeats
 from tests.helpers import assert_equal
 from tests.models import MODELS
-from tests.slow import slow
+from tests.slow import few, slow
 from torchckpt import graph
 from torchckpt.errors import ArgumentError, CaptureError
 from torchckpt.graph import mark, region
@@ -56,6 +56,7 @@ def ran(case, adjoint, asked, seed=0):
     return Result(outputs, dict(zip(asked, gradients)), after, states)
 
 
+@few(1)
 @pytest.mark.parametrize("checkpoints", [None, "memory"])
 @pytest.mark.parametrize(
     "name",

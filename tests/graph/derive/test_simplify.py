@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from tests.helpers import in_threads
-from tests.slow import slow
+from tests.slow import few, slow
 from torchckpt.errors import ArgumentError
 from torchckpt.graph.derive.simplify import simplify
 
@@ -175,6 +175,7 @@ FORMS = {
 }
 
 
+@few(75)
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("first", FORMS)
 @pytest.mark.parametrize("second", FORMS)
@@ -381,6 +382,7 @@ GRADIENTS = [
 ]
 
 
+@few(6)
 @pytest.mark.parametrize("batch", [(), (2,), (2, 3)], ids=["mm", "bmm", "bmm of two batch dimensions"])
 @pytest.mark.parametrize(("a", "b", "da", "db"), GRADIENTS, ids=["AB", "AB'", "A'B", "A'B'"])
 def test_gradients_of_a_product_as_relax_has_them(a, b, da, db, batch):
@@ -451,6 +453,7 @@ class Block(nn.Module):
         return x + F.gelu(self.out(mixed.transpose(1, 2).reshape(batch, length, width)))
 
 
+@few(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_exact_is_bit_equal_on_a_transformer_block(dtype):
     block = Block().to(dtype)
@@ -623,6 +626,7 @@ def random_function(seed, batch):
     return function, [real(*batch, 3, 3, dtype=torch.float64) / 2 for _ in range(3)]
 
 
+@few(1)
 @pytest.mark.parametrize("batch", [(), (2, 2), (1,), *slow([(2,), (1, 2)])], ids=str)
 def test_any_graph_keeps_its_values_and_loses_transposes(batch):
     torch.manual_seed(0)

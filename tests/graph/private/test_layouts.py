@@ -29,6 +29,7 @@ from torch.nn.functional import (
 
 from tests.graph.eager import compare
 from tests.graph.traced import Function
+from tests.slow import few
 from torchckpt import graph
 from torchckpt.graph.private.layouts import eager_layouts
 
@@ -54,6 +55,7 @@ READS = {
 }
 
 
+@few(4)
 @pytest.mark.parametrize("norm", [None, nn.BatchNorm1d(16), nn.BatchNorm1d(16).eval()])
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_a_batch_norm_of_a_transposed_input_is_that_of_eager(read, norm):
@@ -152,6 +154,7 @@ IN_PLACE = {
 }
 
 
+@few(5)
 @pytest.mark.parametrize("change", IN_PLACE.values(), ids=IN_PLACE)
 def test_what_is_changed_in_place_lies_as_before(change):
     """The mask of the dropout has its numbers in the order of memory."""
@@ -227,6 +230,7 @@ class Grouped(nn.Module):
         return self.read(self.norm(x.transpose(1, 2)).transpose(1, 2), y).sum()
 
 
+@few(5)
 @pytest.mark.parametrize("read", GRADIENTS.values(), ids=GRADIENTS)
 def test_gradients_lie_as_those_of_eager(read):
     model, x, y = Grouped(read), torch.randn(3, 5, 8), torch.randn(3, 5, 8)

@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.graph.eager import compare
 from tests.helpers import assert_equal
+from tests.slow import few
 from torchckpt import graph
 from torchckpt.errors import CaptureError
 from torchckpt.graph.private.witness import Witness
@@ -66,6 +67,7 @@ PLACES = {
 }
 
 
+@few(7)
 @pytest.mark.parametrize("place", PLACES)
 def test_tensor_that_is_left_is_an_error(place):
     with pytest.raises(CaptureError, match=r"leaves a tensor somewhere[\s\S]*that outlives the call"):
@@ -102,6 +104,7 @@ def test_hook_that_keeps_activations():
         graph.rematerialize(model, torch.ones(2, 4))
 
 
+@few(2)
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_have_their_weights_after_gradient(layer):
     class Loss(nn.Module):

@@ -8,7 +8,7 @@ import torch
 
 from tests.graph.executed import backward, counted, repeats
 from tests.helpers import assert_equal
-from tests.slow import slow_but
+from tests.slow import few, slow_but
 from torchckpt.graph import region
 from torchckpt.graph.derive.gradient import gradient
 
@@ -112,6 +112,7 @@ def nest(x, depth, width):
     return x
 
 
+@few(4)
 @pytest.mark.parametrize(
     ("depth", "width"), slow_but([(1, 1), (2, 3), (3, 2), (4, 1), (4, 2)], product([1, 2, 3, 4], [1, 2, 3]))
 )

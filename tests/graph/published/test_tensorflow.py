@@ -13,6 +13,7 @@ from torch import nn
 from tests.graph.allocations import measured_peak
 from tests.graph.executed import repeats, saved
 from tests.helpers import assert_equal
+from tests.slow import few
 from torchckpt.errors import ArgumentError
 from torchckpt.graph import mark
 from torchckpt.graph.derive.gradient import gradient, gradients
@@ -65,6 +66,7 @@ def test_chain_of_100_recomputes_each_value_at_most_once():
     assert len(again) == len(set(again)) < 99
 
 
+@pytest.mark.slow
 def test_gradients_needs_as_little():
     x = megabytes(1)
     chained = partial(chain, nodes=100)
@@ -102,6 +104,7 @@ def x():
     return torch.randn(3, 4)
 
 
+@few(9)
 @pytest.mark.parametrize(
     "checkpoints",
     ["collection", "speed", "memory", ["hidden"], ["hid"], ["h*n"], ["first", "second"], ["sec"], None,

@@ -16,7 +16,7 @@ from tests.graph.eager import assert_same, step
 from tests.graph.whole.test_models import SIZES
 from tests.helpers import assert_equal, leaf
 from tests.models import MODELS
-from tests.slow import slow
+from tests.slow import few, slow
 from torchckpt import graph
 from torchckpt.errors import ArgumentError, BudgetInfeasible, CaptureError
 from torchckpt.graph.annotations import mark_of, module_of, regions_of
@@ -82,6 +82,7 @@ def planned(model, schedule, inner):
 SMALL = ["mlp24", "sparse_embedding", "moe", *slow(["gpt6", "unet", "llama_hf"])]
 
 
+@few(1)
 @pytest.mark.parametrize("name", SMALL)
 def test_operators_give_the_bits_of_eager(name):
     case = MODELS[name](**SIZES[name])
@@ -527,6 +528,7 @@ def test_argument_that_lies_in_a_buffer_that_changes():
             assert_equal(list(net.buffers()), list(plain.buffers()))
 
 
+@few(1)
 @pytest.mark.parametrize("part", [lambda b: b[::2], lambda b: b[5:], lambda b: b.as_strided((4,), (0,))])
 def test_view_of_an_argument_that_is_a_part_of_a_buffer_that_changes(part):
     """AOTAutograd makes that view of the whole buffer: other numbers. A view of the whole is right."""

@@ -83,6 +83,7 @@ def test_each_of_many_shapes_is_compiled(by_operators):
     assert len(call.plans) == 5
 
 
+@pytest.mark.slow
 def test_each_of_many_shapes_is_compiled_again_where_a_setting_has_changed(by_operators):
     call = graph.rematerialize(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), engine="inductor")
     precision = torch.get_float32_matmul_precision()
@@ -96,6 +97,7 @@ def test_each_of_many_shapes_is_compiled_again_where_a_setting_has_changed(by_op
         torch.set_float32_matmul_precision(precision)
 
 
+@pytest.mark.slow
 @by_kernels
 def test_a_share_is_of_the_plan_that_has_room_for_kernels(monkeypatch):
     # Inductor compiles a program for each kind of vectors to see what runs here. No byte depends on it.

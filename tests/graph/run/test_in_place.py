@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.graph.allocations import measured_peak
 from tests.helpers import assert_equal
+from tests.slow import few
 from torchckpt import graph
 from torchckpt.errors import ArgumentError, BudgetInfeasible, CaptureError
 from torchckpt.regions.wrap.module import checkpoint_module
@@ -114,6 +115,7 @@ def test_without_derivatives_the_module_itself_runs(traces):
     assert len(handle.plans) == len(traces) == 1
 
 
+@few(1)
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copy_traces_with_what_it_holds(copied, traces):
     model = built(Block)
@@ -263,6 +265,7 @@ def test_inductor():
     assert len(handle.plans) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_in_a_lightning_module():

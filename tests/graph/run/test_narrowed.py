@@ -12,7 +12,7 @@ from tests.graph.eager import measured_peak
 from tests.graph.step.test_partial import HEADS, Heads, gradients
 from tests.graph.traced import Function
 from tests.helpers import assert_equal, leaf
-from tests.slow import slow_but
+from tests.slow import few, slow_but
 from torchckpt import graph
 from torchckpt.graph.private.trace import GRADIENTS_STAY
 from torchckpt.planning.remat.plan import Plan
@@ -75,6 +75,7 @@ CASES = [(name, options) for name in ("views", "reductions", "infinite derivativ
 QUICK = [case for case in CASES if case[0] == "views" and case[1] != {"budget": "70%"}]
 
 
+@few(1)
 @pytest.mark.parametrize(("name", "options"), slow_but(QUICK, CASES), ids=str)
 def test_planned_is_taken(name, options):
     torch.manual_seed(0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.slow import slow_but
+from tests.slow import few, slow_but
 from torchckpt import graph
 
 
@@ -46,6 +46,7 @@ def one_buffer(model: Three) -> None:
 TIES = [(in_place, tie) for tie in (other_weight, shared_module, apart, one_buffer) for in_place in (False, True)]
 
 
+@few(1)
 @pytest.mark.parametrize(("in_place", "tie"), slow_but(TIES[::3], TIES))
 def test_what_is_shared_otherwise_is_traced_again(tie, in_place: bool) -> None:
     torch.manual_seed(0)
@@ -90,6 +91,7 @@ class ByConfig(nn.Module):
         return h * self.config.scale if self.scaled is None else self.scaled(h)
 
 
+@few(2)
 @pytest.mark.parametrize("is_bound", [False, True])
 @pytest.mark.parametrize("kind", [Scaled, Bare])
 def test_fields_in_slots_and_keywords_of_partials_are_read_again(kind, is_bound: bool) -> None:

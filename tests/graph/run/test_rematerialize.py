@@ -19,6 +19,7 @@ from tests.graph.eager import assert_same, compare, measured_peak, step
 from tests.helpers import assert_equal, in_threads, leaf
 from tests.models import MODELS
 from tests.settings import without_collector
+from tests.slow import few
 from torchckpt import graph
 from torchckpt.errors import ArgumentError, BudgetInfeasible, CaptureError
 from torchckpt.features import release_of
@@ -171,6 +172,7 @@ def test_pickle_has_the_model_and_its_options():
     compare(step.original, step, x)
 
 
+@few(1)
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda step: pickle.loads(pickle.dumps(step))])
 def test_copy_has_the_hooks_of_the_step(copied, model):
     step, x = step_of(model, torch.randn(4, 6)), torch.randn(4, 6)
@@ -396,6 +398,7 @@ EXPANDED = pytest.mark.skipif(
 )
 
 
+@few(5)
 @pytest.mark.parametrize(
     "function",
     [
@@ -630,6 +633,7 @@ def test_threads_that_call_at_once():
         assert torch.equal(other, models[0](x))
 
 
+@few(1)
 @pytest.mark.parametrize("backward", [True, False])
 def test_inputs_and_outputs_die(model, backward):
     step = step_of(model)

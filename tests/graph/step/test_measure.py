@@ -11,6 +11,7 @@ from torch import fx, nn
 from tests.graph.eager import measured_peak
 from tests.graph.traced import joint_of
 from tests.helpers import leaf
+from tests.slow import few
 from torchckpt import graph
 from torchckpt.graph.step import costs
 from torchckpt.graph.step.costs import Cost, Measure
@@ -123,6 +124,7 @@ def test_integers_are_ones_too_where_that_is_a_place():
     assert seen == [[0, 0], [1, 1], [0, 0]]
 
 
+@few(3)
 @pytest.mark.parametrize(
     ("mode", "sparse"), [("sum", False), ("sum", True), ("mean", False), ("mean", True), ("max", False)]
 )

@@ -10,7 +10,7 @@ from torch import nn
 from tests.graph.eager import measured_peak
 from tests.graph.traced import Function
 from tests.helpers import assert_equal, leaf
-from tests.slow import slow, slow_but
+from tests.slow import few, slow, slow_but
 from torchckpt import graph
 from torchckpt.graph.step.halves import Halves
 
@@ -61,6 +61,7 @@ CASES = [(name, options) for name in HEADS for options in OPTIONS]
 QUICK = [case for case in CASES if not case[1] or case == CASES[1]]
 
 
+@few(1)
 @pytest.mark.parametrize(("name", "options"), slow_but(QUICK, CASES), ids=str)
 def test_every_choice_of_outputs(name, options):
     def flat(head):
@@ -78,6 +79,7 @@ def test_outputs_of_one_operation():
     assert_like_eager(lambda x: torch.max(x.sin(), 1)[:1] + torch.var_mean(x.cos(), 1), leaf(3, 3))
 
 
+@few(2)
 @pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 2), *slow([(0, 1), (1, 2), (0, 1, 2)])], ids=str)
 def test_svd_has_another_formula_for_missing_gradients(used):
     """It divides before it multiplies, so the last bit may differ from that with zeros."""
@@ -127,6 +129,7 @@ def test_the_part_that_is_left_out_is_not_run():
     assert not [event for event in profile.function_events if "erfinv" in event.name]
 
 
+@few(1)
 @pytest.mark.parametrize("used", [(0,), (2,), (0, 2), *slow([(1,), (0, 1, 2)])])
 @pytest.mark.parametrize("share", [None, pytest.param("70%", marks=pytest.mark.slow), "50%"])
 def test_no_more_bytes_than_planned(used, share):

@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from tests.graph.traced import joint_of
 from tests.helpers import assert_equal, leaf
-from tests.slow import slow, slow_but
+from tests.slow import few, slow, slow_but
 from torchckpt import graph
 from torchckpt.errors import CaptureError
 from torchckpt.graph.step.repeat import forget_statistics, outputs_of, repeat_of, runs_once
@@ -98,6 +98,7 @@ SHARES, DTYPES = (0.1, 0.15, 0.3, 0.5, 0.97), (torch.float32, torch.float64, tor
 ROUNDED = {*((0.15, dtype) for dtype in DTYPES), *((p, torch.bfloat16) for p in SHARES)}
 
 
+@few(1)
 @pytest.mark.parametrize(("p", "dtype"), slow_but(ROUNDED, [(p, dtype) for p in SHARES for dtype in DTYPES]))
 def test_dropout(p, dtype):
     """Eager's scale is rounded to the dtype before it is used: in half precision, and for 0.15 in single."""
@@ -126,6 +127,7 @@ def test_every_probability_in_single_precision():
     same(Each(4, 4), torch.randn(8, 4))
 
 
+@few(1)
 @pytest.mark.parametrize("dtype", [*slow([torch.float32, torch.float64]), torch.bfloat16])
 @pytest.mark.parametrize(
     "norm",
@@ -152,6 +154,7 @@ class Transposed(nn.Module):
         return self.norm(x.unflatten(0, (8, 8)).mT).mT.flatten(0, 1)
 
 
+@few(1)
 @pytest.mark.parametrize("dtype", [torch.float32, *slow([torch.float64])])
 @pytest.mark.parametrize("around", [lambda norm: norm, Transposed])
 def test_norm_with_weights_that_round(around, dtype):
@@ -177,6 +180,7 @@ def test_norm_that_asks_for_its_count_is_named():
         graph.rematerialize(nn.BatchNorm1d(4, momentum=None), leaf(3, 4))
 
 
+@few(1)
 @pytest.mark.parametrize("function", [nn.functional.rrelu, nn.functional.dropout1d, nn.functional.alpha_dropout])
 def test_other_draws_are_kept(function):
     class Drawn(nn.Module):

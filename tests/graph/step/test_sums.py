@@ -12,7 +12,7 @@ from tests.graph.eager import assert_same, measured_peak, step
 from tests.graph.step.test_partial import assert_like_eager
 from tests.graph.traced import joint_of
 from tests.helpers import leaf
-from tests.slow import rarely, slow
+from tests.slow import few, rarely, slow
 from torchckpt import graph
 
 WORDS, WIDTH = 512, 32
@@ -46,6 +46,7 @@ HEADS = {
 }
 
 
+@few(1)
 @pytest.mark.parametrize("head", rarely(["rows", "columns"], HEADS))
 def test_tied_weights_take_what_eager_takes(head):
     model, words = Tied(HEADS[head]), torch.randint(WORDS, (8, 4))
@@ -92,6 +93,7 @@ class Inputs(nn.Module):
         return self.function(*inputs)
 
 
+@few(1)
 @pytest.mark.parametrize("options", [{}, {"keep": "memory"}])
 def test_with_outputs_that_no_loss_reads(options):
     def outputs(x):
@@ -133,6 +135,7 @@ class Program(nn.Module):
         return sum(value.sin().mean() * place for place, value in enumerate(values[3::2]))
 
 
+@few(1)
 @pytest.mark.parametrize("seed", [*range(3), *slow(range(3, 30))])
 def test_random_programs(seed):
     model, x = Program(seed), leaf(6, 6)

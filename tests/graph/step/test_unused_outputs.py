@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from tests.helpers import assert_equal, leaf
+from tests.slow import few
 from torchckpt import graph
 
 
@@ -46,6 +47,7 @@ NONE = {
 }
 
 
+@few(3)
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_are_none_where_eager_has_none(model, name):
     x = leaf(2, 3)

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.graph.eager import compare
 from tests.graph.traced import Function
-from tests.slow import rarely
+from tests.slow import few, rarely
 from torchckpt import graph
 from torchckpt.graph.trace.free_variables import FreeVariables
 
@@ -117,6 +117,7 @@ CASES = {
 }
 
 
+@few(3)
 @pytest.mark.parametrize("case", rarely([*CASES][::3], CASES))
 def test_call_is_traced_anew_where_it_changes(case, monkeypatch, traces):
     read, change = CASES[case]

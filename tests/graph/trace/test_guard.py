@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.graph.eager import compare
 from tests.helpers import assert_equal, leaf
 from tests.settings import default_dtype
-from tests.slow import rarely
+from tests.slow import few, rarely
 from torchckpt import graph
 from torchckpt.errors import CaptureError
 
@@ -57,6 +57,7 @@ CHANGES = {
 ALIKE = ("a partial function", "an object in place of another", "a list of constants", "an activation", "a hook before")
 
 
+@few(1)
 @pytest.mark.parametrize("change", rarely(ALIKE, CHANGES))
 def test_what_the_forward_reads_and_that_changes_is_traced_anew(change, traces):
     net, x = Net(), torch.randn(5, 4)
@@ -295,6 +296,7 @@ def test_attribute_that_always_changes_is_told_of():
         step(x)
 
 
+@pytest.mark.slow
 def test_object_that_is_always_another_is_told_of():
     net, x = Net(), torch.randn(5, 4)
     step = graph.rematerialize(net, x)
@@ -337,6 +339,7 @@ LEAVINGS = {
 }
 
 
+@few(5)
 @pytest.mark.parametrize(("name", "leave"), LEAVINGS.values(), ids=LEAVINGS)
 def test_tensor_that_a_forward_leaves_on_a_module(name, leave):
     net = nn.Sequential(nn.Linear(3, 3), Leaving(leave))
@@ -399,6 +402,7 @@ def test_output_in_what_torch_cannot_look_into(alone):
         graph.rematerialize(Returning(3, 3), torch.randn(2, 3))
 
 
+@few(2)
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
 @pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm, nn.utils.parametrizations.weight_norm])
 def test_weights_that_are_made_of_parameters(norm):

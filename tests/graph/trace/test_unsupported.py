@@ -11,6 +11,7 @@ from torch import nn
 from tests.distributed.ranks import one_rank
 from tests.graph.eager import compare
 from tests.settings import with_gloo
+from tests.slow import few
 from torchckpt import graph
 from torchckpt.errors import ArgumentError, CaptureError, CheckpointError
 
@@ -63,6 +64,7 @@ def test_so_is_a_model_with_one_in_it(wrapped):
     assert_refused(lambda: graph.rematerialize(nn.Sequential(plain(), module)), ", as 1", *parts)
 
 
+@few(2)
 def test_so_is_one_that_is_put_in_later(wrapped):
     module, *parts = wrapped
     model = nn.Sequential(plain(), plain())

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from tests.graph.eager import compare, measured_peak
 from tests.graph.traced import Function, joint_of
 from tests.helpers import assert_equal, leaf
-from tests.slow import rarely, slow
+from tests.slow import few, rarely, slow
 from torchckpt import graph
 from torchckpt.errors import BudgetInfeasible
 from torchckpt.graph.private.surroundings import eager_kernels
@@ -38,6 +38,7 @@ RECURRENT = {
 }
 
 
+@few(2)
 @pytest.mark.parametrize("options", POLICIES, ids=str)
 @pytest.mark.parametrize("requires_grad", [True, *slow([False])])
 @pytest.mark.parametrize("name", rarely(["RNN", "LSTM"], RECURRENT))
@@ -60,6 +61,7 @@ def test_fused_lstm_is_one_operation_and_its_workspace_is_seen():
 UPSAMPLINGS = ["nearest", "nearest-exact", "bilinear", "bicubic", "area"]
 
 
+@few(4)
 @pytest.mark.parametrize(
     ("mode", "options"), [pytest.param(mode, options, marks=pytest.mark.slow if (at + number) % 2 else ())
     for at, mode in enumerate(UPSAMPLINGS) for number, options in enumerate(POLICIES)], ids=str,
@@ -96,12 +98,14 @@ def test_loss_of_many_labels():
     compare(net, graph.rematerialize(net, x, labels), x, labels, loss=lambda loss: loss)
 
 
+@few(3)
 @pytest.mark.parametrize("activation", [nn.Softshrink(), nn.Hardshrink(), nn.Hardtanh(), nn.LogSigmoid(), nn.Mish()])
 def test_activations(activation):
     net, x = nn.Sequential(nn.Linear(9, 9), activation, nn.Linear(9, 9)), leaf(5, 9)
     compare(net, graph.rematerialize(net, x, keep="memory"), x)
 
 
+@few(5)
 @pytest.mark.parametrize("probability", [0.0, 0.15, 1.0])
 @pytest.mark.parametrize("options", [*POLICIES, {"rng": "replay", "keep": "memory"}], ids=str)
 def test_dropout_of_any_share(probability, options):
@@ -200,12 +204,14 @@ class Mixed(nn.Module):
         return self.groups(x).sin().sum()
 
 
+@few(1)
 @pytest.mark.parametrize("options", POLICIES, ids=str)
 def test_norms_of_more_precise_weights(options):
     planned, measured = peaks(Mixed(), torch.randn(400, 64, dtype=torch.bfloat16), **options)
     assert measured - 8 <= planned <= measured
 
 
+@few(1)
 @pytest.mark.parametrize("layers", [1, 2])
 def test_recurrent_layers_have_a_workspace_in_their_backward_too(layers):
     net = nn.Sequential(First(nn.LSTM(64, 256, layers)), Function(torch.sum))

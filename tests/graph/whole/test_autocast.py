@@ -8,6 +8,7 @@ from torch import nn
 from tests.graph.eager import compare, measured_peak
 from tests.graph.traced import Function
 from tests.helpers import assert_equal, leaf
+from tests.slow import few
 from torchckpt import graph
 from torchckpt.features import release_of
 
@@ -101,6 +102,7 @@ def step_of(model, call, x, cache=True):
     return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
 
 
+@few(2)
 @pytest.mark.parametrize("cache", [True, False])
 def test_autocast_around(model, cache):
     x = torch.randn(8, 16)
@@ -122,6 +124,7 @@ def test_autocast_inside_alone():
     compare(model, graph.rematerialize(model), torch.randn(8, 16))
 
 
+@few(3)
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_backend_that_runs_operations_as_they_are(model):
     if "Recurrent" in type(model).__name__:
@@ -131,6 +134,7 @@ def test_backend_that_runs_operations_as_they_are(model):
     assert_equal(step_of(model, compiled, x), step_of(model, model, x))
 
 
+@few(2)
 def test_gradients_of_a_function(model):
     def loss_of(x):
         return model(x).sin().sum()

@@ -58,6 +58,7 @@ def test_bits_and_bytes_of_both_branches(share):
     assert abs(widest - step.plan.peak_bytes) <= A_LOSS_BYTES
 
 
+@pytest.mark.slow
 def test_flops_are_those_of_the_branch_that_has_most():
     step = graph.rematerialize(Branches(), torch.randn(64, 16))
     (call,) = step._calls.known.values()

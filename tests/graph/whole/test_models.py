@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.graph.eager import assert_same, measured_peak, step
 from tests.models import MODELS
-from tests.slow import rarely, slow
+from tests.slow import few, rarely, slow
 from torchckpt import graph
 from torchckpt.errors import ArgumentError, BudgetInfeasible
 
@@ -133,6 +133,7 @@ def test_every_model_is_here():
 # the same to the bit, and to the byte ---------------------------------------------------------------------------------
 
 
+@few(1)
 @each(SIZES, (*ALIKE, "gpt2_hf", "gpt6", "mlp24", "resnet20", "tanh_chain_residual"))
 def test_all_is_kept_by_default(name):
     plan = checked(build(name))
@@ -140,6 +141,7 @@ def test_all_is_kept_by_default(name):
     assert plan.peak_bytes == plan.eager_peak_bytes
 
 
+@few(1)
 @each(SIZES, (*ALIKE, "moe", "lstm50", "tanh_chain_residual", "unet"))
 def test_loss_outside_of_the_model(name):
     """The outputs too are those of eager, nested as they are, each with a gradient or without."""
@@ -149,6 +151,7 @@ def test_loss_outside_of_the_model(name):
     assert_same(step(case.model, case.inputs, case.loss, call=rematerialized), expected)
 
 
+@few(1)
 @each(sorted({*SIZES} - {"tanh_chain", "tanh_chain_residual"}), ALIKE_BY_NAME)
 def test_speed(name):
     plan = checked(build(name), keep="speed")
@@ -161,18 +164,21 @@ def test_speed_needs_a_product():
         checked(build("tanh_chain"), keep="speed")
 
 
+@few(1)
 @each(SIZES, (*ALIKE, "gpt6", "lstm50", "resnet20", "sparse_embedding", "tanh_chain"))
 def test_memory(name):
     plan = checked(build(name), keep="memory")
     assert plan.peak_bytes <= plan.eager_peak_bytes
 
 
+@few(1)
 @each(NAMES, ALIKE_BY_NAME)
 def test_names(name):
     plan = checked(build(name), keep=NAMES[name])
     assert plan.peak_bytes <= plan.eager_peak_bytes
 
 
+@few(1)
 @pytest.mark.parametrize(("name", "share"), [case for name in SHARES for case in shares(name)])
 def test_budget(name, share):
     plan = checked(build(name), budget=f"{share:.0%}")
@@ -197,6 +203,7 @@ def test_names_within_a_budget(name):
 # what cannot be -------------------------------------------------------------------------------------------------------
 
 
+@few(1)
 @pytest.mark.parametrize("name", ["nested_outputs", "sparse_embedding", *slow(["mlp24", "unet"])])
 def test_budget_that_is_too_small_has_the_least_that_is_not(name):
     """The error has the least bytes found and a plan of them; with the bytes it asks for, there is one."""
@@ -211,6 +218,7 @@ def test_budget_that_is_too_small_has_the_least_that_is_not(name):
     assert plan.peak_bytes <= least.least_bytes
 
 
+@pytest.mark.slow
 def test_plan_of_the_error_runs():
     case = build("unet")
     with pytest.raises(BudgetInfeasible) as caught:

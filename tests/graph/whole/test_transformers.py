@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 from tests.helpers import assert_equal
+from tests.slow import few
 from torchckpt import graph
 from torchckpt.errors import CaptureError
 
@@ -48,6 +49,7 @@ def stepped(call, model, **kwargs):
     return type(outputs), outputs.loss.detach(), outputs.logits.detach(), grads, torch.get_rng_state()
 
 
+@few(1)
 @pytest.mark.parametrize("make", [gpt2, llama])
 def test_step_has_the_bits_and_the_signature_of_the_model(make, traces):
     model = make(use_cache=False).train()

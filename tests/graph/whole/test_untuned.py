@@ -7,6 +7,7 @@ import torch
 from tests.graph.eager import assert_same, measured_peak, step
 from tests.models.case import itself
 from tests.models.untuned import UNTUNED
+from tests.slow import few
 from torchckpt import graph
 from torchckpt.errors import BudgetInfeasible
 from torchckpt.features import release_of
@@ -47,6 +48,7 @@ def within(model, inputs, options):
         return graph.rematerialize(model, *inputs, budget=error.least_bytes)
 
 
+@few(1)
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported:UserWarning")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in UNTUNED])

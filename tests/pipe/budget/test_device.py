@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.pipe.budget.models import SIZE, WAYS, Wide, step
-from tests.slow import slow
+from tests.slow import few, slow
 from torchckpt import BudgetInfeasible, Pipe
 
 pytestmark = pytest.mark.accelerator
@@ -54,6 +54,7 @@ def check(seed, way, devices, placement):
     return 0 < report.plan.recomputed_share < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [WAYS[1], *slow([WAYS[0]])])
 def test_no_step_takes_more_than_its_budget(two_accelerators, way):
     assert sum(check(seed, way, two_accelerators, two_accelerators) for seed in range(8)) >= 3
@@ -80,6 +81,7 @@ class Freeing(Wide):
         return super().forward(x)
 
 
+@few(1)
 @pytest.mark.parametrize("frees_in", [0, *slow([2])])
 @pytest.mark.parametrize("is_garbage", [*slow([False]), True])
 @pytest.mark.parametrize("way", WAYS)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 from tests.pipe.budget.models import SIZE, pair
-from tests.slow import slow
+from tests.slow import few, slow
 from torchckpt import CheckpointError, Pipe
 from torchckpt.testing import peak_bytes
 
@@ -93,6 +93,7 @@ def between(ordinary: Any) -> int:
     return sum(peaks_of(plain, [ordinary]) + peaks_of(pipe, [ordinary])) // 2
 
 
+@few(1)
 @pytest.mark.parametrize("disturbed", [*SECOND, no_backward, *slow([fails])])
 def test_steps_after_it_take_no_more_than_their_budget(disturbed: Any) -> None:
     ordinary = step if disturbed is a_forward_in_a_step else graph
@@ -108,6 +109,7 @@ def test_steps_after_it_take_no_more_than_their_budget(disturbed: Any) -> None:
     assert max(peaks) <= 1.05 * budget  # in which the mean loss is not
 
 
+@few(1)
 @pytest.mark.parametrize("disturbed", [*SECOND[::3], *slow([*SECOND[1:3], of_two_shapes, in_reverse])])
 def test_where_each_step_is_one_everything_is_recomputed_and_a_warning_says_so(disturbed: Any) -> None:
     _, pipe = pair("one stage", "80%")

@@ -7,7 +7,7 @@ from torch import nn
 
 from tests.halves import ROWS, SIZE, Half
 from tests.pipe.budget.models import WAYS, step
-from tests.slow import slow_but
+from tests.slow import few, slow_but
 from torchckpt import Pipe
 
 
@@ -25,6 +25,7 @@ EACH = [(way, budget, balance) for way in WAYS for budget in ("90%", "70%") for 
 PAIRS = [EACH[0], EACH[3], EACH[5], EACH[6]]  # of any two, each pair
 
 
+@few(1)
 @pytest.mark.parametrize(("way", "budget", "balance"), slow_but(PAIRS, EACH), ids=str)
 def test_what_is_planned_is_taken(way, budget, balance):
     report = report_of(way, budget, balance)

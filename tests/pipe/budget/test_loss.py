@@ -6,10 +6,12 @@ import torch
 from torch import nn
 
 from tests.pipe.budget.test_steps import Residual
+from tests.slow import few
 from torchckpt import Pipe
 from torchckpt.testing import peak_bytes
 
 
+@few(1)
 @pytest.mark.parametrize("stages", [1, 2])
 def test_the_loss_counts(device, stages):
     layers = nn.Sequential(*(Residual() for _ in range(5)), nn.Linear(64, 2000))

@@ -7,7 +7,7 @@ from torch import nn
 
 from tests.own_memory import Nested, Plain, Spread, Summed, SummedFirst, SummedLast
 from tests.pipe.budget.models import SIZE, WAYS, step
-from tests.slow import slow_but
+from tests.slow import few, slow_but
 from torchckpt import BudgetInfeasible, Pipe
 
 ROWS = 256
@@ -32,6 +32,7 @@ def stepped(name, way, budget):
     return pipe.report()
 
 
+@few(1)
 @pytest.mark.parametrize(
     ("name", "way"),
     slow_but(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.pipe.budget.models import Wide
-from tests.slow import slow
+from tests.slow import few, slow
 from torchckpt import BudgetInfeasible
 from torchckpt.pipe.budget.count import Counted
 from torchckpt.pipe.budget.plan import blocks_of, fit, graph_order, placement_of, step_order
@@ -57,6 +57,7 @@ def every_choice(order, stages):
         yield {visit: Choice(kept=one, early=other) for visit, one, other in zip(visits, kept, rest)}
 
 
+@few(3)
 @pytest.mark.parametrize("seed", range(4))
 def test_every_choice_is_tried(seed):
     stages = random_stages(seed, 2, 2)
@@ -82,6 +83,7 @@ def test_every_choice_is_tried(seed):
     assert planned
 
 
+@few(6)
 @pytest.mark.parametrize("order", [graph_order, step_order])
 @pytest.mark.parametrize("seed", [0, 1, 3, 4, 5, *slow([2])])
 def test_more_budget_is_never_slower(seed, order):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from tests.settings import without_collector
-from tests.slow import slow_but
+from tests.slow import few, slow_but
 from torchckpt import Pipe
 from torchckpt.errors import ArgumentError
 from torchckpt.pipe.skip import pop, stash
@@ -101,6 +101,7 @@ def gradients(layers, balance, in_graph, steps=3, chunks=4, **options):
     return seen
 
 
+@few(2)
 @pytest.mark.parametrize("in_graph", [False, True], ids=["step", "backward"])
 @pytest.mark.parametrize(
     ("model", "budget"),

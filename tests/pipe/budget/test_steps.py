@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 
 from tests.helpers import FullDevice, by_hand, prefetched
 from tests.pipe.budget.models import MODELS, SIZE, WAYS, Raises, Wide, budgeted, pair, state, step, wide
-from tests.slow import slow, slow_but
+from tests.slow import few, slow, slow_but
 from torchckpt import ArgumentError, BudgetInfeasible, CheckpointError, Pipe, checkpoint
 from torchckpt.planning import Kind
 from torchckpt.regions.private import dispatch_modes_are_active
@@ -50,12 +50,14 @@ def halved(cases):
     return slow_but(quick, [(*case, way) for case in cases for way in WAYS])
 
 
+@few(1)
 @pytest.mark.parametrize(("name", "way"), halved([(name,) for name in MODELS]))
 def test_a_step_is_that_of_the_pipe_without_a_budget(name, way):
     pipe = planned(name, way, "65%")
     assert pipe.plan.recomputed_share > 0
 
 
+@few(1)
 @pytest.mark.parametrize(("rows", "way"), halved([((64, 64, 8, 8, 64, 8),), ((8, 8, 64, 8, 64, 8),)]))
 def test_a_share_is_one_of_the_largest_step_that_is_known(rows, way):
     _, pipe = pair("wide", "90%")
@@ -70,6 +72,7 @@ def test_a_share_is_one_of_the_largest_step_that_is_known(rows, way):
 SHARES = [("50%", 2), ("35%", 8), ("80%", 4), ("90%", 3), ("100%", 4)]
 
 
+@few(1)
 @pytest.mark.parametrize(("share", "chunks", "way"), halved(SHARES))
 def test_a_step_takes_what_is_planned(share, chunks, way):
     report = planned("wide", way, share, chunks).report()
@@ -110,6 +113,7 @@ def test_one_stage_is_the_loop_over_micro_batches(share):
         plain.zero_grad()
 
 
+@few(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_two_shapes_have_two_plans(way):
     plain, pipe = pair("wide", "80%")
@@ -133,6 +137,7 @@ def test_both_ways_have_plans_of_their_own():
     assert pipe.plan.schedule.name == "1f1b"
 
 
+@few(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_an_exception_in_a_planned_step(way):
     torch.manual_seed(0)
@@ -166,6 +171,7 @@ def test_out_of_memory_in_a_planned_step_has_the_next_plan_take_less():
     assert max(pipe.plan.peak_bytes) < max(before)
 
 
+@few(1)
 @pytest.mark.parametrize(
     ("where", "is_held", "is_twice"),
     [(0, False, False), (3, True, False), ("loss", False, False), ("loss", True, False), (0, False, True)],
@@ -246,6 +252,7 @@ def test_two_forwards_before_a_backward():
     assert equal([one.grad for one in pipe.parameters()], [one.grad for one in plain.parameters()])
 
 
+@few(1)
 @pytest.mark.parametrize("call", [checkpoint, by_hand, prefetched])
 def test_a_forward_inside_of_a_region_has_no_plan(call):
     """The replay of a region made by hand comes before the backward of the forward."""
@@ -304,6 +311,7 @@ def test_a_graph_that_is_kept_for_a_second_backward():
     assert pipe.plan is not None
 
 
+@few(1)
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
 def test_a_copy_has_the_budget_and_no_plan(copied):
     _, pipe = pair("wide", "80%")
@@ -335,6 +343,7 @@ def test_report_and_picture(tmp_path):
     assert (tmp_path / "plan.svg").read_text() == pipe.draw()
 
 
+@few(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_too_small(way):
     _, pipe = pair("wide", 1000)
@@ -351,6 +360,7 @@ def test_too_small(way):
     assert pipe.plan is not None
 
 
+@few(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_enough_is_enough_for_all_steps_that_are_known(way):
     _, pipe = pair("wide", 1000)
@@ -393,6 +403,7 @@ def test_the_budget_is_shown():
     assert repr(pair("wide", "80%")[1]).startswith("Pipe(chunks=4, budget='80%', lookahead=1")
 
 
+@few(1)
 @pytest.mark.parametrize("options", [{"lookahead": 2}, {"chunks": 1}, {"chunks": 5, "preserve_rng_state": True}])
 @pytest.mark.parametrize("way", WAYS)
 def test_options(way, options):

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from tests.accelerator import TYPE, module_of
 from tests.device.programs import MODES, Program, program
-from tests.slow import slow
+from tests.slow import few, slow
 from torchckpt.pipe.run import links
 from torchckpt.pipe.run.links import wait
 
@@ -89,6 +89,7 @@ def awake(monkeypatch: pytest.MonkeyPatch, program: Program) -> list[Tensor]:
         return program.run("never")
 
 
+@few(5)
 @pytest.mark.parametrize("count", [1, 2], ids=["one device", "two devices"])
 @pytest.mark.parametrize("seed", [*range(4), *slow(range(4, PROGRAMS))])
 def test_a_program_leaves_the_same_bits_whatever_sleeps(monkeypatch, seed, count):

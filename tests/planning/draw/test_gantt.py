@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.planning.steps import COSTS, EMPTY, measured, several_stages_a_rank, step
+from tests.slow import few
 from torchckpt.planning.draw.gantt import gantt
 
 
@@ -62,6 +63,7 @@ def test_measured_times_are_drawn_to_scale() -> None:
     ]
 
 
+@few(21)
 @pytest.mark.parametrize("p", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("link", [0.0, 0.25, 0.37, 1.0])
 @pytest.mark.parametrize("width", [40, 80, 160])

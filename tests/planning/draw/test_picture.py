@@ -10,6 +10,7 @@ from tests.planning.draw.picture import Picture, faults
 from tests.planning.draw.test_svg import STEPS
 from tests.planning.remat.test_frontier_svg import OTHERS, OURS
 from tests.planning.remat.test_plan_svg import FLOWS, drawn
+from tests.slow import few
 from torchckpt.planning.draw.svg import svg
 from torchckpt.planning.remat.flow.memory import simulate
 from torchckpt.planning.remat.frontier_svg import draw_frontier
@@ -27,12 +28,14 @@ WAYS: dict[str, Callable[[Timeline], str]] = {
 }
 
 
+@few(20)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("timeline", STEPS.values(), ids=STEPS)
 def test_steps(timeline: Timeline, way: Callable[[Timeline], str]) -> None:
     assert faults(Picture(way(timeline))) == []
 
 
+@few(41)
 @pytest.mark.parametrize("budget_share", [None, 0.0, 0.01, 0.5, 0.99, 1.3])
 @pytest.mark.parametrize("name", FLOWS)
 def test_plans(name: str, budget_share: float | None) -> None:

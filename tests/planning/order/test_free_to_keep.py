@@ -8,6 +8,7 @@ import pytest
 
 from tests.planning.policies import early, placed
 from tests.planning.random_steps import random_step
+from tests.slow import few
 from torchckpt.planning import NAMES, Block, Kind, named_schedule, simulate
 from torchckpt.planning.order.schedules import (
     dualpipe_v,
@@ -121,6 +122,7 @@ def test_a_rank_without_stages_keeps_nothing():
 # by trying ------------------------------------------------------------------------------------------------------------
 
 
+@few(69)
 @of(*NAMED, *RANDOM)
 def test_the_peak_is_that_of_recomputing_everything(schedule):
     free = free_to_keep(schedule)
@@ -129,6 +131,7 @@ def test_the_peak_is_that_of_recomputing_everything(schedule):
     assert all(kept <= dropped for kept, dropped in pairs)
 
 
+@few(50)
 @of(*NAMED)
 def test_the_peak_stays_where_recomputes_fill_what_a_rank_waits(schedule):
     free = free_to_keep(schedule)
@@ -136,6 +139,7 @@ def test_the_peak_stays_where_recomputes_fill_what_a_rank_waits(schedule):
     assert all(kept <= dropped for kept, dropped in pairs)
 
 
+@few(132)
 @of(*NAMED, *RANDOM)
 def test_not_one_more_is_free(schedule):
     free = free_to_keep(schedule)
@@ -146,6 +150,7 @@ def test_not_one_more_is_free(schedule):
             assert visit in free or peak(order, free | {visit}) > most, visit
 
 
+@few(150)
 @of(*NAMED, *RANDOM)
 def test_no_other_choice_keeps_more(schedule):
     free = free_to_keep(schedule)

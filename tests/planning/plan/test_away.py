@@ -10,6 +10,7 @@ import pytest
 from tests.planning.plan.published import AWAY, CASES
 from tests.planning.plan.random_pipelines import random_pipeline
 from tests.planning.plan.recount_moves import recount
+from tests.slow import few
 from torchckpt.planning import Block, Host, Stage, fixed, gpipe, one_f_one_b, zbv
 from torchckpt.planning.order.schedules import named_schedule
 from torchckpt.planning.plan import plan_pipeline
@@ -41,6 +42,7 @@ CELLS = [
 ]
 
 
+@few(1)
 @pytest.mark.parametrize(("case", "share", "copy"), CELLS)
 def test_no_longer_than_published(case, share, copy):
     schedule, stages, link = CASES[case]

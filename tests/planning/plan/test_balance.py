@@ -5,12 +5,14 @@ import pytest
 
 from tests.planning.plan.published import CASES, FIGURES, gpt
 from tests.planning.plan.recount import recount
+from tests.slow import few
 from torchckpt.errors import ArgumentError, BudgetInfeasible
 from torchckpt.planning import Stage, fixed, one_f_one_b
 from torchckpt.planning.plan import plan_pipeline
 from torchckpt.planning.plan.every import plan_every
 
 
+@few(1)
 @pytest.mark.parametrize(
     ("case", "share"),
     [

@@ -7,7 +7,7 @@ import pytest
 
 from tests.little import search_little
 from tests.planning.plan.published import gpt
-from tests.slow import slow
+from tests.slow import few, slow
 from torchckpt.errors import BudgetInfeasible
 from torchckpt.planning import one_f_one_b
 from torchckpt.planning.budget import DeviceMemory
@@ -22,6 +22,7 @@ def stages(*counts, static=3.0):
     return [replace(one, blocks=tuple(replace(block, static_bytes=static) for block in one.blocks)) for one in found]
 
 
+@few(1)
 @pytest.mark.parametrize("host", [None, Host(1e3, 10.0)])
 @pytest.mark.parametrize("memory", [20.0, 4.0, *slow([20.5])])
 def test_the_memory_that_is_enough(memory, host, monkeypatch):

@@ -10,7 +10,7 @@ from tests.planning.plan.exhaustive import shortest_seconds
 from tests.planning.plan.published import BLOCK, CASES, FIGURES, ONE_F_ONE_B, SHARES, closed_form_seconds
 from tests.planning.plan.random_pipelines import random_pipeline, random_tiny
 from tests.planning.plan.recount import recount
-from tests.slow import slow, slow_but
+from tests.slow import few, slow, slow_but
 from torchckpt.errors import BudgetInfeasible
 from torchckpt.planning import Block, Stage, fixed
 from torchckpt.planning.order.schedules import named_schedule
@@ -25,6 +25,7 @@ EACH = [(share, case) for case in CASES for share in SHARES]
 LONG = [(30, "C"), (30, "F")]
 
 
+@few(3)
 @pytest.mark.parametrize(("share", "case"), slow_but([each for each in EACH if each not in LONG], EACH))
 def test_no_longer_than_published(case, share):
     schedule, stages, link = CASES[case]
@@ -41,6 +42,7 @@ def test_no_longer_than_published(case, share):
     assert all(peak <= budget * (1 + 1e-9) for peak, budget in zip(counted.peak_bytes, plan.problem.budget_bytes))
 
 
+@few(4)
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize(
     ("p", "m", "n"), [pytest.param(*sizes, marks=pytest.mark.slow if sizes[1] > 16 else ()) for sizes in ONE_F_ONE_B]
@@ -86,6 +88,7 @@ MORE = [65, *range(107, 112), *range(200, 400)]
 """Two in which what is dropped last in its rank is not what is used last; and some more."""
 
 
+@few(6)
 @pytest.mark.parametrize("seed", [*TINY, *slow(MORE)])
 def test_near_the_best_of_all_plans(seed):
     arguments = random_tiny(Random(seed))
@@ -105,6 +108,7 @@ def check_least(*arguments):
         check(error.plan)
 
 
+@few(3)
 @pytest.mark.parametrize("kinds", [1, 2, *slow([3])])
 @pytest.mark.parametrize("name", ["zero_bubble", "zbv", "dualpipe_v"])
 def test_stages_that_hold_nothing(name, kinds):
@@ -118,6 +122,7 @@ def test_stages_that_hold_nothing(name, kinds):
             check_least(schedule, own, share)
 
 
+@few(10)
 @pytest.mark.parametrize("seed", range(12))
 def test_parts_that_take_nothing(seed):
     """No bytes, no seconds backwards, nothing freed, on schedules that split backwards."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 import pytest
 
 from tests.planning.plan.published import BLOCK
+from tests.slow import few
 from torchckpt.planning import Stage
 from torchckpt.planning.order.schedules import named_schedule
 from torchckpt.planning.plan import figures
@@ -17,6 +18,7 @@ def problem(name, p, m, budget):
     return problem_of(schedule, [Stage((BLOCK,) * 4)] * schedule.stages, budget, 0.25)
 
 
+@few(2)
 @pytest.mark.parametrize("name", ["zbv", "zero_bubble", "1f1b"])
 def test_they_simulate_few_steps(name, monkeypatch):
     """It was one for each count of blocks and of weight gradients that wait: 85 steps here, 400 of p 16 m 256."""

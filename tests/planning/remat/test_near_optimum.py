@@ -6,7 +6,7 @@ import pytest
 from tests.planning.remat.brute_force import fastest
 from tests.planning.remat.flows import budget_of, chain, mlp, random_chain, random_step
 from tests.planning.remat.random_flows import random_flow
-from tests.slow import slow
+from tests.slow import few, slow
 from torchckpt.planning.remat.flow.dataflow import Dataflow
 from torchckpt.planning.remat.search.exact import optimum
 from torchckpt.planning.remat.search.planner import fit
@@ -20,6 +20,7 @@ def copies_buffers(flow: Dataflow) -> bool:
     return any(flow.forward_results & set(operation.repeat.writes) for operation in flow.operations)
 
 
+@few(22)
 @pytest.mark.parametrize("seed", [*range(25), 165, *slow(range(25, 100))])
 def test_tiny_steps_beside_brute_force(seed):
     flow = random_flow(seed)
@@ -36,6 +37,7 @@ def test_tiny_steps_beside_brute_force(seed):
 STEPS = {"chain": chain(24), "mlp": mlp(10), "random chain": random_chain(14, 3), "random step": random_step(25, 1)}
 
 
+@few(1)
 @pytest.mark.parametrize(
     "flow",
     [pytest.param(flow, marks=pytest.mark.slow if "random" in name else ()) for name, flow in STEPS.items()],

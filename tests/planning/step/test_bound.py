@@ -6,6 +6,7 @@ import pytest
 from tests.planning.brute_force import fastest
 from tests.planning.closed_forms import CELLS, Cell
 from tests.planning.policies import early
+from tests.slow import few
 from torchckpt.errors import ArgumentError
 from torchckpt.planning import (
     Block,
@@ -25,6 +26,7 @@ from torchckpt.planning import (
 every_cell = pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"p{cell.p}-m{cell.m}-tc{cell.tc}")
 
 
+@few(39)
 @every_cell
 @pytest.mark.parametrize("kept", [(), ("last_stage",)], ids=["all", "but_last"])
 def test_in_any_order(cell, kept):
@@ -36,6 +38,7 @@ def test_in_any_order(cell, kept):
     assert found.overhead_seconds == max(max(0, recomputed[j] * cell.tr - (p - 1 - j) * hop) for j in range(p))
 
 
+@few(18)
 @every_cell
 def test_of_gpipe_is_reached(cell):
     schedule = early(gpipe(cell.p, cell.m))
@@ -43,6 +46,7 @@ def test_of_gpipe_is_reached(cell):
     assert bound(schedule, cell.costs, cell.link).step_seconds == timeline.step_seconds
 
 
+@few(30)
 @every_cell
 def test_what_supplies_free_recomputation(cell):
     p, m = cell.p, cell.m
@@ -57,6 +61,7 @@ def test_what_supplies_free_recomputation(cell):
         assert supply.collective_seconds == 0
 
 
+@few(1)
 @pytest.mark.parametrize(("p", "tr"), [(4, 1.5), (8, 1.75), (4, 1.25), (8, 2.0)])
 def test_in_the_steady_state_it_is_free_if_and_only_if_it_fits_the_stalls_of_a_round(p, tr):
     cell = Cell(p, 0, 1.0, tr=tr)
@@ -114,6 +119,7 @@ COSTS = {
 }
 
 
+@few(28)
 @pytest.mark.parametrize("name", COSTS)
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("kept", [(), ("last_stage",)], ids=["all", "but_last"])

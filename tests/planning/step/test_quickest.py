@@ -9,6 +9,7 @@ import pytest
 
 from tests.planning.policies import early, placed
 from tests.planning.random_cells import random_cell
+from tests.slow import few
 from torchckpt.planning import (
     Action,
     Block,
@@ -62,6 +63,7 @@ def test_a_message_that_is_about_to_arrive_is_waited_for():
     assert step(known, costs, link) <= 59.818
 
 
+@few(29)
 @pytest.mark.parametrize("seed", range(0, 300, 10))
 def test_no_recompute_is_further_ahead_than_allowed(seed):
     schedule, costs, link = random_cell(Random(seed))

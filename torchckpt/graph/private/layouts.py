@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any, TypeAlias
 from unittest.mock import patch
 
@@ -41,7 +41,7 @@ def eager_layouts() -> Iterator[None]:
         if layout is None:
             return results
         with mode:
-            return pytree.tree_map_only(Tensor, partial(_lay, layout, args), results)
+            return pytree.tree_map_only(Tensor, lambda t: layout(t, args) if t.device.type == "cpu" else t, results)
 
     try:
         with patch.object(FakeTensorMode, "_dispatch_impl", laid_out), operating(_as_it_lay):
@@ -175,10 +175,6 @@ def _half(result: Tensor, args: Sequence[Any]) -> Tensor:
 
 _OTHERS: Any = (torch.ops.aten.masked_fill.Scalar, torch.ops.aten.masked_fill.Tensor, torch.ops.aten.where.self)
 """Tagged as elementwise: the first two are contiguous, and the last one converts nothing."""
-
-
-def _lay(layout: _Layout, args: Sequence[Any], result: Tensor) -> Tensor:
-    return layout(result, args) if result.device.type == "cpu" else result
 
 
 def _formatted(result: Tensor, like: Tensor) -> Tensor:

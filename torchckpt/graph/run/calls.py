@@ -57,18 +57,16 @@ def module_faults(function: str, model: object) -> list[Fault]:
     return [Fault("the first argument is not a module", brief(model), works)]
 
 
-def option_faults(engine: str, rng: str, example: object) -> list[Fault]:
+def option_faults(engine: str, rng: str, example: object) -> Iterator[Fault]:
     """Faults of the arguments that :class:`GraphPlanner` does not check."""
-    faults = []
     if engine not in ("eager", "inductor"):
-        faults.append(Fault('engine is neither "eager" nor "inductor"', repr(engine), 'engine="eager"'))
+        yield Fault('engine is neither "eager" nor "inductor"', repr(engine), 'engine="eager"')
     if engine == "inductor" and rng == "replay":
         wrong = "Inductor draws random numbers by itself, and cannot replay them"
-        faults.append(Fault(wrong, 'rng="replay"', 'engine="eager"; rng="keep"'))
+        yield Fault(wrong, 'rng="replay"', 'engine="eager"; rng="keep"')
     if example is not None and not (isinstance(example, Mapping) and all(isinstance(name, str) for name in example)):
         rule = "example_kwargs is not a dict of the keywords that the model is called with"
-        faults.append(Fault(rule, type(example).__name__, 'example_kwargs={"input_ids": tokens, "labels": tokens}'))
-    return faults
+        yield Fault(rule, type(example).__name__, 'example_kwargs={"input_ids": tokens, "labels": tokens}')
 
 
 class Calls:

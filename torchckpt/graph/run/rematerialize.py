@@ -4,12 +4,12 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial, wraps
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from typing_extensions import Self
 
 from torchckpt.errors import Fault, called, check, raise_fault
 from torchckpt.graph.keep import Keep
@@ -269,7 +269,7 @@ class _InPlace(Mixin):
         super().compile(*args, **kwargs)  # type: ignore[misc]  # of the module that this stands in front of
 
 
-class RematerializeHandle(Planned):
+class RematerializeHandle(Planned, AbstractContextManager["RematerializeHandle"]):
     """Undoes one :func:`rematerialize_`, and has its plans. As a context manager, it undoes the change at its end."""
 
     def __init__(self, module: nn.Module, setting: _Setting) -> None:
@@ -279,9 +279,6 @@ class RematerializeHandle(Planned):
         """Let the module run as it did before. A second call does nothing."""
         if self._module.__dict__.get(_SETTING) is self._setting:
             take(self._module, _InPlace)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.remove()

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from torchckpt.errors import Fault, check, raise_fault
+from torchckpt.errors import Fault, raise_fault
 from torchckpt.graph.private.runtime import is_flattened
 from torchckpt.graph.trace.guard import Guard, Itself, argument_names
 from torchckpt.modules import imported, is_compiled
@@ -150,11 +150,9 @@ _COMPILED = f'{_MADE_OF}, with engine="inductor"; or torch.compile(model, backen
 
 def check_bare(model: nn.Module) -> None:
     """Raise an ArgumentError where ``model``, or one of its modules, was wrapped or compiled."""
-    faults = []
     for path, module in model.named_modules():
-        for rule, works in _broken(module):
-            faults.append(Fault(rule, f"a {type(module).__name__}{f', as {path}' if path else ''}", works))
-    check(faults[:1])  # the first is enough: usually all layers are wrapped
+        for rule, works in _broken(module):  # the first is enough: usually all layers are wrapped
+            raise_fault(Fault(rule, f"a {type(module).__name__}{f', as {path}' if path else ''}", works))
 
 
 def refuse_copies() -> None:

@@ -6,7 +6,7 @@ of actions is the same.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
 
 from torchckpt.errors import Fault, called, check
@@ -249,15 +249,13 @@ def _key(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "").removeprefix("schedule")
 
 
-def _faults(name: object, known: str | None, chunks: int | None) -> list[Fault]:
-    faults = []
+def _faults(name: object, known: str | None, chunks: int | None) -> Iterator[Fault]:
     if known is None:
         keys = {_key(each): each for each in NAMES} | _IN_TORCH
         close = get_close_matches(_key(str(name)), keys, n=1, cutoff=0.0)
-        faults.append(Fault(f"the schedule is not one of {', '.join(NAMES)}", repr(name), repr(keys[close[0]])))
+        yield Fault(f"the schedule is not one of {', '.join(NAMES)}", repr(name), repr(keys[close[0]]))
     elif known in _ONE_STAGE and chunks is not None:
         rule = f"chunks are given, but {known!r} fixes its number of stages per rank"
-        faults.append(Fault(rule, f"chunks={chunks!r}", f"{known!r} without chunks, or 'interleaved_1f1b'"))
+        yield Fault(rule, f"chunks={chunks!r}", f"{known!r} without chunks, or 'interleaved_1f1b'")
     if chunks is not None:
-        faults.extend(whole("chunks", chunks))
-    return faults
+        yield from whole("chunks", chunks)

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -120,11 +120,10 @@ def problem_of(
     return Problem(schedule, keep_all.stages, keep_all.links, limits, None, host)
 
 
-def _recomputes(schedule: Schedule) -> list[Fault]:
-    if not recomputed_early(schedule):
-        return []
-    rule = "the schedule has R already, but the plan says what is recomputed"
-    return [Fault(rule, f"{schedule.name!r} with R", "the schedule before with_recompute()")]
+def _recomputes(schedule: Schedule) -> Iterator[Fault]:
+    if recomputed_early(schedule):
+        rule = "the schedule has R already, but the plan says what is recomputed"
+        yield Fault(rule, f"{schedule.name!r} with R", "the schedule before with_recompute()")
 
 
 def _counted(host: Host, ranks: int) -> Host:

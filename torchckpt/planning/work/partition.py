@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from math import inf, lcm
 from typing import TypeAlias
@@ -60,13 +60,12 @@ def count_faults(partitions: object, layers: int) -> list[Fault]:
     return [Fault("there are fewer layers than stages", received, f"partitions={max(layers, 1)}, or more layers")]
 
 
-def _cost_faults(costs: Sequence[object]) -> list[Fault]:
+def _cost_faults(costs: Sequence[object]) -> Iterator[Fault]:
     costs_of = enumerate(costs)
     bad = [(layer, cost) for layer, cost in costs_of if not (isinstance(cost, (int, float)) and 0 <= cost < inf)]
-    if not bad:
-        return []
-    received = ", ".join(f"{cost!r} of layer {layer}" for layer, cost in bad)
-    return [Fault("a cost is not a finite number, 0 or more", received, "costs=[0.5, 2, 0]")]
+    if bad:
+        received = ", ".join(f"{cost!r} of layer {layer}" for layer, cost in bad)
+        yield Fault("a cost is not a finite number, 0 or more", received, "costs=[0.5, 2, 0]")
 
 
 def _integers(costs: Sequence[float]) -> list[int]:

@@ -65,7 +65,11 @@ class Scope:
         self.regions += 1
         function = self.wrapped(number, function)
         if self.keep if isinstance(self.keep, bool) else number in self.keep:
-            outputs = self._run_kept(function, args, kwargs)
+            self._is_inside_kept = True
+            try:
+                outputs = function(*args, **kwargs)
+            finally:
+                self._is_inside_kept = False
         else:
             collected = self.frame(options)
             outputs = collected.forward(function, args, kwargs)
@@ -83,13 +87,6 @@ class Scope:
     def keep_result(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run what ``torchckpt.keep`` is called with, outside of regions that drop anything."""
         return function(*args, **kwargs)
-
-    def _run_kept(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._is_inside_kept = True
-        try:
-            return function(*args, **kwargs)
-        finally:
-            self._is_inside_kept = False
 
     @contextmanager
     def entered(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ from operator import le
 import pytest
 
 from tests.planning.plan.by_hand import actions, one_rank
-from tests.slow import slow
+from tests.slow import few, slow
 from torchckpt.errors import ArgumentError, BudgetInfeasible
 from torchckpt.planning import Block, Choice, Kind, Link, Stage, one_f_one_b, with_recompute, zero_bubble
 from torchckpt.planning.plan import PipelinePlan, plan_pipeline
@@ -39,6 +39,7 @@ def planned(budget, took, schedule=SCHEDULE):
     return fitted(schedule, STAGES, LINKS, budget, [took])
 
 
+@few(10)
 @pytest.mark.parametrize("budget", [500, 700, 900, "60%", [900, 500, 400]])
 @pytest.mark.parametrize("beside", [lambda place: 0, lambda place: 40, lambda place: 5 * place], ids=str)
 def test_the_budget_holds_all_that_a_step_takes(budget, beside):

@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from tests.slow import few
 from torchckpt.planning import Block, Choice, Link, Stage, State, one_f_one_b, zero_bubble
 from torchckpt.planning.plan.problem import problem_of
 from torchckpt.planning.plan.result import PipelinePlan
@@ -30,6 +31,7 @@ def peaks(plan, beside):
     return peaks_of(plan.step, beside)
 
 
+@few(15)
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("make", [one_f_one_b, zero_bubble])
 @pytest.mark.parametrize("state", [State.KEPT, State.EARLY])

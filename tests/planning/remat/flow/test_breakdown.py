@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from tests.planning.remat.random_flows import random_flow
-from tests.slow import slow
+from tests.slow import few, slow
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Operation
 from torchckpt.planning.remat.flow.memory import Breakdown, at_end, at_peak, simulate
 from torchckpt.planning.remat.search.planner import least
@@ -37,6 +37,7 @@ def test_workspace_and_what_is_kept_are_told_apart():
     assert at_peak(flow, flow.eager, {}) == Breakdown(1, "b", {}, 5, 30, 4)
 
 
+@few(1)
 @pytest.mark.parametrize("seed", [*range(4), *slow(range(4, 12))])
 def test_parts_add_up_to_the_peak(seed):
     flow = random_flow(seed)

@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 
+from tests.slow import few
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Operation
 from torchckpt.planning.remat.flow.late import separating_storages, separators
 
@@ -50,6 +51,7 @@ def test_separators(reads, separating):
     assert separators(reads) == separating
 
 
+@few(175)
 @pytest.mark.parametrize("seed", range(200))
 def test_separators_are_the_nodes_whose_removal_disconnects(seed):
     reads = random_reads(seed)

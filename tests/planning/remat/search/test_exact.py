@@ -9,7 +9,7 @@ import pytest
 from tests.planning.remat.brute_force import fastest
 from tests.planning.remat.flows import budget_of, chain, mlp, transformer
 from tests.planning.remat.random_flows import random_flow
-from tests.slow import slow
+from tests.slow import few, slow
 from torchckpt.errors import ArgumentError
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Operation, Schedule
 from torchckpt.planning.remat.flow.memory import simulate
@@ -64,6 +64,7 @@ def runs_next(flow: Dataflow, schedule: tuple[int, ...], index: int) -> bool:
     return written >= set(operation.reads) and (index < flow.forward or set(range(flow.forward)) <= set(schedule))
 
 
+@few(27)
 @pytest.mark.parametrize("seed", range(40))
 def test_brute_force_finds_the_fastest_of_all_short_schedules(seed):
     flow = random_flow(seed, most_operations=6)
@@ -78,6 +79,7 @@ def test_brute_force_finds_the_fastest_of_all_short_schedules(seed):
         assert seconds == best or (seconds < best and len(schedule) > length)
 
 
+@few(12)
 @pytest.mark.parametrize("seed", [*range(20), *slow(range(20, 40))])
 def test_optimum_is_that_of_brute_force(seed):
     flow = random_flow(seed)

@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 
 from tests.planning.remat.flows import chain, mlp, transformer
+from tests.slow import few
 from torchckpt.planning.remat.search import planner
 from torchckpt.planning.remat.search.planner import frontier, least, solution
 
@@ -14,6 +15,7 @@ def little_effort(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "_SEARCH_WORK", 100_000)
 
 
+@few(1)
 @pytest.mark.parametrize("flow", [chain(10), mlp(5), transformer(1)], ids=["chain", "mlp", "transformer"])
 def test_less_memory_takes_more_time_from_eager_to_the_least(flow) -> None:
     solutions = frontier(flow, points=8)

@@ -5,7 +5,7 @@ import pytest
 from tests.planning.remat.brute_force import fastest
 from tests.planning.remat.flows import chain, mlp, random_chain, random_dag, random_step, resnet, transformer, unet
 from tests.planning.remat.random_flows import random_flow
-from tests.slow import rarely, slow
+from tests.slow import few, rarely, slow
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Operation
 from torchckpt.planning.remat.flow.memory import lower_bound_bytes, simulate
 from torchckpt.planning.remat.search import planner
@@ -39,6 +39,7 @@ def repeats(plan: Solution) -> set[int]:
     return {index for index in plan.schedule if plan.schedule.count(index) > 1}
 
 
+@few(1)
 @pytest.mark.parametrize("name", WITH_A_STEP)
 def test_the_budget_is_met_and_tighter_budgets_are_never_faster_than_no_budget(name: str) -> None:
     flow = FLOWS[name]
@@ -65,6 +66,7 @@ def test_the_same_schedule_every_time(name: str) -> None:
     assert fit(flow, budget).schedule == fit(flow, budget).schedule
 
 
+@few(14)
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
 @pytest.mark.parametrize("seed", [*range(5), *slow(range(5, 20))])
 def test_of_a_dozen_operations_no_schedule_is_faster(seed: int, share: float) -> None:
@@ -88,6 +90,7 @@ def test_within_one_percent_without_the_exact_search(monkeypatch: pytest.MonkeyP
         assert fit(flow, budget).seconds <= 1.01 * best[0]
 
 
+@few(1)
 @pytest.mark.parametrize("name", WITH_A_DAG)
 def test_what_cannot_fit_comes_as_small_as_found(name: str) -> None:
     flow = FLOWS[name]
@@ -98,6 +101,7 @@ def test_what_cannot_fit_comes_as_small_as_found(name: str) -> None:
     assert fit(flow, best.peak_bytes).peak_bytes <= best.peak_bytes
 
 
+@few(1)
 @pytest.mark.parametrize("name", WITH_A_STEP)
 def test_an_operation_that_writes_what_is_pinned_runs_once(name: str) -> None:
     flow = FLOWS[name]

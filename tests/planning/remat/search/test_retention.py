@@ -5,6 +5,7 @@ import pytest
 
 from tests.planning.remat.flows import mlp, resnet, transformer
 from tests.planning.remat.random_flows import random_flow
+from tests.slow import few
 from torchckpt.planning.remat.flow.dataflow import Dataflow, Schedule, Tables
 from torchckpt.planning.remat.flow.late import late
 from torchckpt.planning.remat.flow.memory import simulate
@@ -36,6 +37,7 @@ def fixed(flow: Dataflow, budget_bytes: int, schedule: Schedule) -> tuple[bool, 
 FLOWS = {"mlp": mlp(5), "transformer": transformer(1, dropout=True), "resnet": resnet(2)}
 
 
+@few(2)
 @pytest.mark.parametrize("flow", FLOWS.values(), ids=FLOWS)
 @pytest.mark.parametrize("every", [2, 5])
 def test_a_schedule_is_a_solution_at_its_peak_and_not_below(flow, every):
@@ -54,6 +56,7 @@ def test_the_eager_schedule_is_a_solution_at_its_peak_and_not_below(seed):
     assert not fixed(flow, peak_bytes - 1, flow.eager)[0]
 
 
+@few(1)
 @pytest.mark.parametrize("flow", [mlp(4), transformer(1)], ids=["mlp", "transformer"])
 def test_the_cuts_exclude_no_optimum(flow, monkeypatch):
     budget_bytes = simulate(flow, flow.eager).peak_bytes * 3 // 4
