@@ -526,6 +526,24 @@ def put_under_modes():
     assert (above.count, below.count, public.count) == (1, 2, 2)
 
 
+def left_in_a_compiled_call():
+    """A mode that cannot be left there is left later. The public form leaves it in the block where it was entered."""
+    below = Operators()
+    private.put_under_modes(below)
+
+    @torch.compile(backend="eager")
+    def leave(x):
+        torch._dynamo.graph_break()
+        private.take_from_modes(below)
+        return x
+
+    assert not private.keys_are_put_back()
+    leave(torch.ones(2))
+    torch.ones(2)
+    private.leave_modes()
+    assert not private.dispatch_modes_are_active()
+
+
 def left_in_inference_mode():
     """A mode that cannot be left there is left later. The public form leaves it in the block where it was entered."""
     below = Operators()
@@ -603,6 +621,7 @@ COUNTERPARTS = {
     "keep_from_dynamo": keep_from_dynamo,
     "kept_by_policies": kept_by_policies,
     "kernels_allowed": kernels_allowed,
+    "keys_are_put_back": left_in_a_compiled_call,
     "leave_modes": left_in_inference_mode,
     "look_through": look_through,
     "modes_are_active": modes_are_active,

@@ -31,11 +31,11 @@ __all__ = [
     "batch_norm_layer", "bytes_now", "caching_mode", "compiler_of", "compiler_stance", "dispatch_modes_are_active",
     "forward_ad", "frame_of_torch", "function_modes", "functorch_is_active", "heeds_hooks", "hooks_entered",
     "hooks_in_force", "is_exporting", "is_fake", "is_of_newest_node", "keep_from_dynamo", "kept_by_policies",
-    "kernels_allowed", "leave_modes", "look_through", "modes_are_active", "mutation_is_allowed", "negated",
-    "newest_node", "norm_layer", "number_of", "only_hooks", "outside_transforms", "packed_by", "parametrized",
-    "pop_hooks", "profiler_is_on", "push_hooks", "put_under_modes", "running_node", "set_grad_enabled", "set_version",
-    "settings_of_torch", "storage_key", "take_from_modes", "torch_functions_are_seen", "use_count", "use_stance",
-    "with_torch_functions", "without_selective_modes",
+    "kernels_allowed", "keys_are_put_back", "leave_modes", "look_through", "modes_are_active", "mutation_is_allowed",
+    "negated", "newest_node", "norm_layer", "number_of", "only_hooks", "outside_transforms", "packed_by",
+    "parametrized", "pop_hooks", "profiler_is_on", "push_hooks", "put_under_modes", "running_node", "set_grad_enabled",
+    "set_version", "settings_of_torch", "storage_key", "take_from_modes", "torch_functions_are_seen", "use_count",
+    "use_stance", "with_torch_functions", "without_selective_modes",
 ]
 
 try:
@@ -306,7 +306,7 @@ def put_under_modes(mode: DispatchMode) -> None:
 def take_from_modes(mode: DispatchMode) -> None:
     """Leave what :func:`put_under_modes` has entered in this thread, if it has: now, or by :func:`leave_modes`.
 
-    The end of inference mode, and of a mode's ``__torch_dispatch__``, puts back the keys from before: those of a mode
+    The end of inference mode, and what :func:`keys_are_put_back` tells, puts back the keys from before: those of a mode
     that the thread has no more, so that no tensor could be made in it. Inside of them ``mode`` stays. The garbage
     collector may call this anywhere.
     """
@@ -318,13 +318,14 @@ def leave_modes() -> None:
     """Leave the modes of this thread that could not be left when :func:`take_from_modes` was called, if they can be."""
     modes = _dispatch_modes()
     left = [one for one in modes if not getattr(one, "is_over", False)]
-    if len(left) < len(modes) and not torch.is_inference_mode_enabled() and not _is_in_dispatch():
+    if len(left) < len(modes) and not torch.is_inference_mode_enabled() and not keys_are_put_back():
         _exchange_modes(modes, left)
 
 
-def _is_in_dispatch() -> bool:
+def keys_are_put_back() -> bool:
+    """Whether a mode's ``__torch_dispatch__`` runs, or what ``torch.compile`` returned (``compile_wrapper``)."""
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_name != "__torch_dispatch__":
+    while frame is not None and frame.f_code.co_name not in ("__torch_dispatch__", "compile_wrapper"):
         frame = frame.f_back
     return frame is not None
 

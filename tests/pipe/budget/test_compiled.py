@@ -40,3 +40,18 @@ def test_the_counted_step_runs_compiled_layers_compiled(is_region, fresh_dynamo)
     pipe(torch.randn(64, 8)).sum().backward()
     assert len(ran) == 4 * 2 * 2  # layers, micro-batches, a forward and a replay
     pipe(torch.randn(64, 8)).sum().backward()  # operators of compiled code would have had it refuse its own share
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_a_pipe_that_compiled_code_calls_leaves_the_thread_as_it_was(fresh_dynamo):
+    """Such a call puts back the dispatch keys of its begin: behind it a thread without the mode could make no tensor,
+    and one with it did not look at operators."""
+    blocks = [Block() for _ in range(4)]
+    pipe = Pipe(nn.Sequential(*blocks), [2, 2], devices=["cpu", "cpu"], chunks=2, budget="90%")
+    compiled = torch.compile(pipe, backend="eager")
+    weights = list(pipe.parameters())
+    for call in (pipe, compiled, compiled, pipe):
+        x = torch.randn(64, 8)
+        gradients = torch.autograd.grad(call(x).sum(), weights)
+        plain = torch.autograd.grad(sum(nn.Sequential(*blocks)(half).sum() for half in x.chunk(2)), weights)
+        assert all(map(torch.equal, gradients, plain))

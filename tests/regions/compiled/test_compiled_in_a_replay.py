@@ -216,6 +216,36 @@ def test_blocks_alike_are_compiled_by_the_first_of_them():
     assert [block.calls for block in blocks] == [block.calls for block in twins]
 
 
+class Listed(nn.Module):
+    """Dynamo gives up the whole loop, in all objects of the class, if there is a break in it: each layer is a graph."""
+
+    def __init__(self, breaks):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.breaks = breaks
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+            if self.breaks:
+                torch._dynamo.graph_break()
+        return x
+
+
+def test_the_error_of_a_replay_that_runs_another_graph_says_so_and_the_step_again_is_right():
+    blocks, x = nn.Sequential(Listed(breaks=False), Listed(breaks=True)), leaf(4, 4)
+    compiled = [torch.compile(block, backend="aot_eager") for block in blocks]
+
+    def step(x):
+        for block in compiled:
+            x = checkpoint(block, x)
+        return x
+
+    with pytest.raises(RecomputationError, match=r"\(1\) Dynamo ran another graph[^\n]*\n.*\(1\) the step again, from"):
+        step(x).sum().backward()
+    assert all(map(torch.equal, values(step, blocks, x), values(blocks, blocks, x)))
+
+
 def test_a_replay_in_another_thread():
     block, x = Counted(), leaf(4, 4)
     twin = copy.deepcopy(block)

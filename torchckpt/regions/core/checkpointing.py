@@ -42,7 +42,8 @@ def run(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], optio
         return in_graph(function, args, kwargs, options)
     if options is not DEFAULT or not callable(function):
         check_options(function, options, caller="checkpoint")
-    if not torch.is_grad_enabled():
+    # The check of a script's trace would find names of ours for values.
+    if not torch.is_grad_enabled() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]  # in torch
         return function(*args, **kwargs)
     refuse_transforms()
     if local.thread.scope is not None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypeAlias
 
 from torchckpt.modules import is_compiled, is_compiled_class
+from torchckpt.regions.private import keys_are_put_back
 
 __all__ = ["COMPILED", "Mixin", "are_compiled", "plain_forward", "put", "take"]
 
@@ -79,8 +80,8 @@ def plain_forward(module: Any, mixin: type[Mixin]) -> Callable[..., Any]:
 
 
 def are_compiled(modules: Iterable[Any]) -> bool:
-    """Whether any of ``modules`` is compiled, by itself or inside of its region."""
-    return any(is_compiled(module) or COMPILED in module.__dict__ for module in modules)
+    """Whether any of ``modules`` is compiled, by itself or inside of its region, or compiled code has called this."""
+    return keys_are_put_back() or any(is_compiled(module) or COMPILED in module.__dict__ for module in modules)
 
 
 def _front(cls: type[Any]) -> type[Mixin] | None:
