@@ -14,7 +14,6 @@ import pytest
 
 import torchckpt
 from tests.scripts import run
-from tests.slow import few
 
 PACKAGE = Path(torchckpt.__file__).parent
 
@@ -137,7 +136,6 @@ def test_folders_have_at_most_a_dozen_files():
     assert {folder: folders.count(folder) for folder in folders if folders.count(folder) > 12} == {}
 
 
-@few(33)
 @pytest.mark.parametrize("module", SOURCES)
 def test_imports_go_down(module):
     assert violations(module, SOURCES[module]) == []
@@ -368,7 +366,6 @@ def test_there_are_at_most_five_asserts():
     assert len(nodes(ast.Assert)) <= 5
 
 
-@few(158)
 @pytest.mark.parametrize("module", TREES)
 def test_module_opens_with_a_docstring_and_says_what_it_exports(module):
     docstring, names = ast.get_docstring(TREES[module]), exported(TREES[module])

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import torchckpt
-from tests.slow import few
 
 PACKAGE = Path(torchckpt.__file__).parent
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "yaml"}
@@ -32,7 +31,6 @@ def found(source: str) -> Iterator[str]:
             yield from [ast.unparse(node)] * is_one
 
 
-@few(38)
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_no_file_of_the_package_runs_what_it_reads(path):
     assert list(found(path.read_text(encoding="utf-8"))) == []

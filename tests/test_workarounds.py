@@ -19,7 +19,6 @@ from torch._subclasses import FakeTensorMode
 
 from tests.helpers import leaf
 from tests.scripts import run
-from tests.slow import few
 from torchckpt.features import TESTED, release_of
 
 UNTIL = {
@@ -229,7 +228,6 @@ WORKAROUNDS = {
 """By workaround, what torch does without it."""
 
 
-@few(7)
 @pytest.mark.parametrize("workaround", WORKAROUNDS)
 def test_torch_needs_it(workaround):
     WORKAROUNDS[workaround]()

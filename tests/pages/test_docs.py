@@ -17,7 +17,6 @@ import pytest
 
 from tests.distributed.ranks import script_on_ranks
 from tests.scripts import ROOT, run
-from tests.slow import few
 from torchckpt.features import release_of
 
 DOCS = ROOT / "docs"
@@ -127,7 +126,6 @@ def skip_without(need: str) -> None:
         pytest.skip(f"{package} before {release}")
 
 
-@few(12)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_it_runs_as_pasted(program, tmp_path):
     needs = program[-1].needs

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
 
 import pytest
@@ -16,7 +17,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import TensorWeakRef
 
 from tests.helpers import in_thread, leaf
-from tests.slow import few
 from torchckpt.errors import CheckpointError
 from torchckpt.regions import private
 
@@ -390,6 +390,15 @@ def autocast_is_on():
                 assert not private.autocast_is_on()
 
 
+def is_tracing():
+    told = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated
+        torch.jit.trace(lambda x: told.append((private.is_tracing(), torch.jit.is_tracing())) or x + 1, torch.ones(1))
+    assert (True, True) in told
+    assert private.is_tracing() is torch.jit.is_tracing() is False
+
+
 def is_exporting():
     class Adds(nn.Module):
         def forward(self, x):
@@ -618,6 +627,7 @@ COUNTERPARTS = {
     "is_exporting": is_exporting,
     "is_fake": is_fake,
     "is_of_newest_node": is_of_newest_node,
+    "is_tracing": is_tracing,
     "keep_from_dynamo": keep_from_dynamo,
     "kept_by_policies": kept_by_policies,
     "kernels_allowed": kernels_allowed,
@@ -652,7 +662,6 @@ COUNTERPARTS = {
 }
 
 
-@few(45)
 @pytest.mark.usefixtures("collected")
 @pytest.mark.parametrize("name", private.__all__)
 def test_private_name_does_what_its_public_counterpart_does(name):

@@ -25,6 +25,7 @@ from torchckpt.regions.private import (
     forward_ad,
     functorch_is_active,
     is_exporting,
+    is_tracing,
     keep_from_dynamo,
     set_version,
     storage_key,
@@ -43,7 +44,7 @@ def run(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], optio
     if options is not DEFAULT or not callable(function):
         check_options(function, options, caller="checkpoint")
     # The check of a script's trace would find names of ours for values.
-    if not torch.is_grad_enabled() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]  # in torch
+    if not torch.is_grad_enabled() or is_tracing():
         return function(*args, **kwargs)
     refuse_transforms()
     if local.thread.scope is not None:
