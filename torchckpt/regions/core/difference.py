@@ -125,7 +125,8 @@ _CACHE = "a cache that grew (keys and values)", f"use_cache=False, or {_GUARD}"
 
 _CAUSES = (  # the kinds of differences and the operations that it explains, both as patterns; the cause; a fix
     ("argument", "", *_CACHE),
-    ("", "CompiledFunction", "Dynamo ran another graph than in the forward", "the step again, from its forward"),
+    ("shape|dtype|operation|end", "CompiledFunction",
+     "Dynamo ran another graph than in the forward", "the step again, from its forward"),
     ("version", "", "a tensor from outside that the function itself writes (out=, clamp_)", _AS_ARGUMENT),
     ("weight", "", "a weight that changed since the forward (optimizer, EMA, .data)", _LATER),
     ("dtype", "", "autocast that the function enters in one of the two only", "enter it in both, or outside"),
