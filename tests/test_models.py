@@ -61,6 +61,7 @@ def test_there_are_these_models():
     assert set(BENCHMARK) <= set(MODELS)
 
 
+@few(8)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_model_is_in_training_mode_and_has_this_many_parameters(name, build):
     case = build(name)
@@ -69,7 +70,7 @@ def test_model_is_in_training_mode_and_has_this_many_parameters(name, build):
     assert sum(parameter.numel() for parameter in case.model.parameters()) == PARAMETERS[name]
 
 
-@few(5)
+@few(2)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_weights_inputs_and_step_follow_from_the_seed(name, build):
     before = torch.get_rng_state()
@@ -81,14 +82,14 @@ def test_weights_inputs_and_step_follow_from_the_seed(name, build):
     assert not all(map(torch.equal, case.inputs, case.make_inputs(1)))
 
 
-@few(10)
+@few(4)
 @pytest.mark.parametrize("name", [name for name, parameters in PARAMETERS.items() if parameters])
 def test_weights_of_another_seed_differ(name, build):
     first, other = (list(build(name, seed=seed).model.parameters()) for seed in (0, 1))
     assert not all(map(torch.equal, first, other))
 
 
-@few(9)
+@few(3)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_loss_is_a_finite_scalar_and_all_that_it_reads_has_a_gradient(name, build):
     case = build(name)
@@ -102,6 +103,7 @@ def test_loss_is_a_finite_scalar_and_all_that_it_reads_has_a_gradient(name, buil
     assert all(gradient.to_dense().isfinite().all() for key, gradient in found.items() if key not in unread)
 
 
+@few(9)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_inputs_share_no_memory_with_each_other_or_with_those_before(name, build):
     case = build(name)
@@ -161,6 +163,7 @@ def test_gpt_is_causal(build):
     assert not torch.equal(seen[0][:, -1], seen[1][:, -1])
 
 
+@few(2)
 @pytest.mark.parametrize(
     ("name", "kind", "blocks", "convolutions"),
     [("resnet20", Basic, 9, 19 + 2), ("resnet110", Basic, 54, 109 + 2), ("resnet200", Bottleneck, 66, 199 + 3)],
@@ -172,6 +175,7 @@ def test_resnet_has_this_many_blocks_and_convolutions(name, kind, blocks, convol
     assert all(module.inplace for module in model.modules() if isinstance(module, nn.ReLU))
 
 
+@few(2)
 @pytest.mark.parametrize("name", ["resnet20", "resnet200", "unet"])
 def test_batch_norm_updates_its_statistics(name, build):
     case = build(name)

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.published import fields, fit, pairs, predict, runs
 from tests.scripts import ROOT
+from tests.slow import few
 from torchckpt.jobs import memory_of
 
 HERE = ROOT / "benchmarks" / "published"
@@ -41,6 +42,7 @@ def test_step_times(rows):
         assert len(chosen) < 5 or predict.median(chosen) < 12, source
 
 
+@pytest.mark.slow
 def test_memory(rows):
     errors = predict.memories(rows)
     tight = shares(error for error in errors if error.run.source_name in ("zb", "vocabpp"))
@@ -194,6 +196,7 @@ def test_a_file_of_the_same_form(tmp_path, rows, capsys):
     assert json.loads(numbers.read_text())
 
 
+@few(2)
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [

@@ -21,6 +21,7 @@ def imported(node: ast.stmt) -> list[str]:
     return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
 
 
+@few(19)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_finds_the_repository_before_it_imports_from_it(name):
     body = ast.parse(FILES[name].read_text()).body
@@ -30,7 +31,7 @@ def test_a_script_finds_the_repository_before_it_imports_from_it(name):
     assert first < ours or not ours
 
 
-@few(45)
+@few(16)
 @pytest.mark.parametrize("name", FILES)
 def test_a_neighbour_is_imported_by_its_full_name(name):
     stems = {Path(other).stem for other in FILES} | {"gpt", "simulation"}

@@ -34,6 +34,7 @@ def test_the_line_that_people_quote(capsys):
     )
 
 
+@few(2)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -191,6 +192,7 @@ def test_csv(capsys, tmp_path):
     assert text.startswith("order: 4 stages on 2 ranks, 4 micro-batches")
 
 
+@few(4)
 @pytest.mark.parametrize(
     ("name", "stages", "ranks", "counted"),
     [
@@ -243,7 +245,7 @@ BAD = [
 ]
 
 
-@few(26)
+@few(9)
 @pytest.mark.parametrize(("arguments", "message"), BAD)
 def test_bad_input_is_one_line(capsys, arguments, message):
     assert message in refused(capsys, *SMALL, *arguments)

@@ -85,6 +85,7 @@ def test_the_search(capsys, tmp_path):
     assert answer["whole"]
 
 
+@few(12)
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

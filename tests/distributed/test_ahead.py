@@ -81,6 +81,7 @@ def replays(schedule, stages, m=4):
     return found
 
 
+@few(2)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", NAMES[:-3])  # but DualPipeV, whose pairs are one action
 def test_exempt_by_default_is_what_is_free_to_keep(name):
@@ -91,6 +92,7 @@ def test_exempt_by_default_is_what_is_free_to_keep(name):
     assert replays(schedule, stages) == dict.fromkeys(every - exempt, 2)
 
 
+@few(2)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", [*SINGLE, "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
 def test_exempt_none(name):
@@ -99,6 +101,7 @@ def test_exempt_none(name):
     assert replays(schedule, stages) == {(stage, i): 2 for stage in range(len(stages)) for i in range(4)}
 
 
+@few(2)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("exempt", [{(0, 1), (1, 3)}, [(0, 1), (1, 3)], frozenset({(0, 0)}), ()])
 def test_exempt_of_the_caller(exempt):
@@ -108,6 +111,7 @@ def test_exempt_of_the_caller(exempt):
     assert replays(schedule, stages) == dict.fromkeys(every - set(exempt), 2)
 
 
+@few(2)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("segments", [0, 1, 2])
 def test_with_segments_nothing_is_exempt_by_default(segments):
@@ -239,7 +243,7 @@ def test_nothing_is_shown_before_a_step(show):
     assert getattr(schedule, show)() is not None
 
 
-@few(3)
+@few(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", [*SINGLE, *TWO_STAGES])
 def test_report_is_a_table_of_the_steps_and_stages(name):

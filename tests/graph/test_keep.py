@@ -9,6 +9,7 @@ from torch import nn
 
 from tests.graph.traced import joint_of, plan_of
 from tests.helpers import leaf
+from tests.slow import few
 from torchckpt.errors import ArgumentError
 from torchckpt.graph import mark
 from torchckpt.graph.keep import POLICIES, Values, check_keep, kept_by, schedule_of
@@ -42,6 +43,7 @@ def named(joint, storages):
 PRODUCTS, GELUS = ["addmm", "addmm_1", "addmm_2", "addmm_3"], ["gelu", "gelu_1", "gelu_2", "gelu_3"]
 
 
+@few(7)
 @pytest.mark.parametrize(
     ("keep", "names"),
     [
@@ -142,6 +144,7 @@ def test_names_where_there_are_none():
     assert text_of(kept_by, ["h"], Values(joint)).endswith('works:    graph.mark(h, "h") in the model, then keep=["h"]')
 
 
+@few(1)
 @pytest.mark.parametrize(
     ("keep", "received", "works"),
     [

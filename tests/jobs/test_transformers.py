@@ -57,7 +57,7 @@ def parameters(config):
         return sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
 
 
-@few(12)
+@few(4)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_parameters_are_those_of_the_class(model_type, tmp_path):
     """As the configuration is saved, and with nothing but the sizes that have no default."""
@@ -74,6 +74,7 @@ def test_parameters_are_those_of_the_class(model_type, tmp_path):
     assert model_named(str(path)).parameters == expected
 
 
+@few(7)
 @pytest.mark.parametrize(
     ("model_type", "keys"),
     [
@@ -122,6 +123,7 @@ def test_keys_that_change_no_size(read):
     assert read({**LLAMA, **more}) == read(LLAMA)
 
 
+@few(17)
 @pytest.mark.parametrize(
     ("keys", "wrong"),
     [

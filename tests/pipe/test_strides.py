@@ -68,7 +68,7 @@ def step(model, x, way):
     return [loss.detach(), *gradients], {*down.strides}
 
 
-@few(15)
+@few(6)
 @pytest.mark.parametrize("budget", [None, "100%"])
 @pytest.mark.parametrize("balance", [[2], [1, 1]], ids=str)
 @pytest.mark.parametrize("way", WAYS)
@@ -100,6 +100,7 @@ class Adds(nn.Linear):
         return super().forward(x.add_(self.bias))
 
 
+@few(6)
 @pytest.mark.parametrize("options", [{"budget": "100%"}, {"checkpoint": "always"}, {"checkpoint": "never"}], ids=str)
 @pytest.mark.parametrize("balance", [[3], [1, 2]], ids=str)
 @pytest.mark.parametrize("way", WAYS)

@@ -18,7 +18,7 @@ def close(values):
     return pytest.approx(values, abs=1e-9)
 
 
-@few(26)
+@few(9)
 @pytest.mark.parametrize("seed", [*SEEDS[:100], *slow(SEEDS[100:])])
 def test_times_and_bytes(seed):
     step = random_moves(seed)
@@ -42,6 +42,7 @@ def test_times_and_bytes(seed):
         assert max(amount for _, amount in curve) <= most
 
 
+@few(17)
 @pytest.mark.parametrize("seed", SEEDS[:20])
 def test_a_slower_link_costs_seconds_and_never_bytes(seed):
     step = random_moves(seed)

@@ -229,7 +229,7 @@ def program(module, x, target, checkpoint, lookahead=1, step=False):
     return run
 
 
-@few(5)
+@few(2)
 @pytest.mark.parametrize("late", LATE)
 @pytest.mark.parametrize("options", PROGRAMS.values(), ids=PROGRAMS)
 @pytest.mark.parametrize("where", DEVICES, ids=["input here", "input there"])
@@ -245,6 +245,7 @@ def test_a_pipeline_whose_streams_are_late(sim, monkeypatch, where, options, lat
     assert all(map(torch.equal, results, run("nothing")))
 
 
+@few(4)
 @pytest.mark.parametrize("options", PROGRAMS.values(), ids=PROGRAMS)
 def test_a_layer_makes_its_tensors_on_the_device_of_its_stage(sim, options):
     x, target = torch.randn(8, 4).to("sim:0").requires_grad_(), torch.randn(8, 4).to("sim:1")
@@ -285,6 +286,7 @@ def events_of(devices, lookahead, outputs, chunks=4):
     return events
 
 
+@few(3)
 @pytest.mark.parametrize("outputs", [1, 2])
 @pytest.mark.parametrize(
     ("lookahead", "picture"),

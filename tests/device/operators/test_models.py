@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tests.helpers import in_threads
+from tests.slow import few
 
 
 class Attention(nn.Module):
@@ -95,6 +96,7 @@ OPTIMIZERS = {
 }
 
 
+@few(3)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_training_has_the_cpus_bits(sim, model, optimizer):
     expected = trained(*model, "cpu", optimizer)
@@ -104,6 +106,7 @@ def test_training_has_the_cpus_bits(sim, model, optimizer):
     assert sim.counts().synchronous == {}
 
 
+@few(3)
 @pytest.mark.parametrize("seed", range(3))
 def test_training_is_the_same_whatever_the_delays(sim, model, seed):
     expected = trained(*model, "cpu", OPTIMIZERS["SGD"])
@@ -112,6 +115,7 @@ def test_training_is_the_same_whatever_the_delays(sim, model, seed):
     assert all(torch.equal(*pair) for pair in zip(received, expected))
 
 
+@few(2)
 def test_training_in_two_threads(sim, model):
     expected = trained(*model, "cpu", OPTIMIZERS["SGD"])
     calls = [lambda device=device: trained(*model, device, OPTIMIZERS["SGD"]) for device in ("sim:0", "sim:3")]

@@ -347,7 +347,7 @@ def test_the_report_shows_planned_beside_measured():
     assert schedule.timeline().peak_bytes == report.measured.peak_bytes == report.measured_peak_bytes
 
 
-@few(2)
+@few(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("early", "late"), [((), (0, 1)), ((1,), (0,)), ((0, 1), ())])
 def test_what_a_backward_of_a_plan_recomputes_stands_before_it(early, late):
@@ -469,6 +469,7 @@ class Growing(Blocks):
         return self.more(x) if self.calls > 4 * self.at + (not OLD) else x
 
 
+@few(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("at", "than", "name", "works"),
@@ -548,6 +549,7 @@ class Full(Blocks):
         return super().forward(x)
 
 
+@few(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("at", "said"),

@@ -272,6 +272,7 @@ def several(x, i):
     return x.sum(), x, i.sum(), "text"
 
 
+@few(6)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -338,7 +339,7 @@ def _itself(x):
     return graph.mark(x.sin(), "h").mul_(2).exp().sum()
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("function", [_behind, _view, _itself])
 def test_gradient_of_what_is_written_to_after_its_mark_is_refused(function, x):
     with pytest.raises(ArgumentError, match=r"(?s)is changed in place after its mark.*'h' is changed in place"):
@@ -364,6 +365,7 @@ def test_error_of_the_function_is_its_own(x):
 # inputs of another kind -----------------------------------------------------------------------------------------------
 
 
+@few(3)
 @pytest.mark.parametrize("others", [
     (torch.ones(1), torch.ones(4)), (torch.ones(2, 4), torch.ones(2, 4)), (torch.ones(4), torch.ones(4).double()),
     (torch.ones(4, 1), torch.ones(4)), (torch.ones(()), torch.ones(())),

@@ -175,7 +175,7 @@ FORMS = {
 }
 
 
-@few(45)
+@few(16)
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("first", FORMS)
 @pytest.mark.parametrize("second", FORMS)
@@ -215,6 +215,7 @@ REWRITES = {
 }
 
 
+@few(7)
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize(("function", "shapes", "expected"), REWRITES.values(), ids=REWRITES)
 def test_transposes_are_cancelled(function, shapes, expected, exact):
@@ -295,6 +296,7 @@ PRODUCTS_TURNED = {
 }
 
 
+@few(5)
 @pytest.mark.parametrize(("function", "shapes", "expected"), PRODUCTS_TURNED.values(), ids=PRODUCTS_TURNED)
 def test_transpose_of_a_product_of_transposes(function, shapes, expected):
     inputs = [real(*shape) for shape in shapes]
@@ -382,7 +384,7 @@ GRADIENTS = [
 ]
 
 
-@few(4)
+@few(1)
 @pytest.mark.parametrize("batch", [(), (2,), (2, 3)], ids=["mm", "bmm", "bmm of two batch dimensions"])
 @pytest.mark.parametrize(("a", "b", "da", "db"), GRADIENTS, ids=["AB", "AB'", "A'B", "A'B'"])
 def test_gradients_of_a_product_as_relax_has_them(a, b, da, db, batch):
@@ -405,6 +407,7 @@ def formula(node):
     return inner[0] + "'" if node.target in SWAPS else "".join(inner)
 
 
+@few(1)
 @pytest.mark.parametrize("exact", [False, True])
 def test_backward_of_linear_has_two_transposes_of_five(exact):
     module, inputs = joint(F.linear, real(4, 3, 8), real(16, 8), real(16))
@@ -504,6 +507,7 @@ def _(x):
     return torch.empty_like(x)
 
 
+@few(6)
 @pytest.mark.parametrize(
     "function",
     [

@@ -104,7 +104,7 @@ def x():
     return torch.randn(3, 4)
 
 
-@few(5)
+@few(2)
 @pytest.mark.parametrize(
     "checkpoints",
     ["collection", "speed", "memory", ["hidden"], ["hid"], ["h*n"], ["first", "second"], ["sec"], None,
@@ -179,6 +179,7 @@ def test_inputs_and_outputs_are_dropped_from_the_set(x):
 # its errors -----------------------------------------------------------------------------------------------------------
 
 
+@few(3)
 @pytest.mark.parametrize(
     ("checkpoints", "message"),
     [

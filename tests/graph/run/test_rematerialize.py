@@ -400,7 +400,7 @@ EXPANDED = pytest.mark.skipif(
 )
 
 
-@few(3)
+@few(1)
 @pytest.mark.parametrize(
     "function",
     [
@@ -663,6 +663,7 @@ HELD = pytest.mark.skipif(
 )
 
 
+@few(1)
 @pytest.mark.parametrize("holds", [pytest.param(True, marks=HELD), False])
 def test_gradient_of_an_output_dies_when_eager_would_free_it(holds):
     """All is as large as the input: what eager has at its peak, this has."""
@@ -741,6 +742,7 @@ def test_faults_of_the_call_are_listed_at_once():
     assert 'engine is neither "eager" nor "inductor"\n  received: \'triton\'\n  works:    engine="eager"' in text
 
 
+@few(3)
 @pytest.mark.parametrize(
     ("example", "options", "text"),
     [

@@ -24,6 +24,7 @@ def call(target, *args):
     return graph.call_function(target, (x, *args))
 
 
+@few(5)
 @pytest.mark.parametrize(
     ("node", "once"),
     [

@@ -101,7 +101,7 @@ def test_layers_of_code_that_look_at_values_in_eager_alone():
     assert torch.equal(capture(function, x)([x]), x.sin())
 
 
-@few(8)
+@few(3)
 @pytest.mark.parametrize("kind", [MemoryError, torch.OutOfMemoryError, ValueError, RuntimeError, AssertionError])
 @pytest.mark.parametrize("failing", [0, 1])
 def test_error_of_the_function_that_is_raised_once_is_not_lost(kind, failing):
@@ -182,6 +182,7 @@ def test_error_in_a_compiled_function_is_not_lost():
 # what is refused ------------------------------------------------------------------------------------------------------
 
 
+@few(2)
 @pytest.mark.parametrize(
     "function",
     [
@@ -269,6 +270,7 @@ def test_tensor_that_is_made_inside_is_fine():
     assert torch.equal(called([x]), x * torch.tensor([1.0, 2.0, 3.0]) + torch.arange(3))
 
 
+@few(2)
 @pytest.mark.parametrize(
     ("function", "inputs", "named", "what"),
     [

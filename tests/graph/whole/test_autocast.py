@@ -124,7 +124,7 @@ def test_autocast_inside_alone():
     compare(model, graph.rematerialize(model), torch.randn(8, 16))
 
 
-@few(2)
+@few(1)
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_backend_that_runs_operations_as_they_are(model):
     if "Recurrent" in type(model).__name__:
@@ -186,6 +186,7 @@ def test_leaf_that_requires_a_gradient_is_cast_once_and_another_tensor_each_time
         assert_equal(results[1], results[0])
 
 
+@few(1)
 @pytest.mark.parametrize("around", [True, False])
 def test_backward_inside_an_autocast_is_as_outside(around):
     model, x = Exact(), torch.randn(8, 16)

@@ -24,7 +24,7 @@ EXTRAS = {
 }
 
 
-@few(40)
+@few(17)
 @pytest.mark.parametrize("position", [0, 1, 2])
 @pytest.mark.parametrize("extra", EXTRAS.values(), ids=EXTRAS)
 def test_output_of_any_kind_in_any_position(call, device, extra, position):
@@ -54,6 +54,7 @@ def three(block):
     return function
 
 
+@few(19)
 @pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2)], ids=str)
 def test_loss_of_some_outputs(call, device, used):
     block = Block().to(device)

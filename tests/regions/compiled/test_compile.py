@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_block_inside_a_region(call, device, backend):
     block = Block().to(device)

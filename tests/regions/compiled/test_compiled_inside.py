@@ -101,7 +101,7 @@ def values_of(function, x, parameters):
     return [output.detach(), *torch.autograd.grad(output.sin().sum(), [x, *parameters])]
 
 
-@few(4)
+@few(1)
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
 def test_compiled_code_runs_in_the_forward_and_in_the_replay(order, fullgraph):
@@ -117,7 +117,7 @@ def test_compiled_code_runs_in_the_forward_and_in_the_replay(order, fullgraph):
     assert backend.graphs == 1
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
 def test_equal_with_derivatives_that_are_compiled_too(order):
     block, x = Block(), leaf(3, 4)
@@ -127,6 +127,7 @@ def test_equal_with_derivatives_that_are_compiled_too(order):
         assert all(map(torch.equal, values_of(function, x, block.parameters()), expected))
 
 
+@few(2)
 @pytest.mark.parametrize("order", [module_then_compile, compile_then_module, module_of_compiled])
 def test_handle_of_a_compiled_module_leaves_it_compiled(order, monkeypatch):
     handles, original = [], checkpoint_module
@@ -141,6 +142,7 @@ def test_handle_of_a_compiled_module_leaves_it_compiled(order, monkeypatch):
     assert (backend.runs, recomputes.total) == (1, 0)
 
 
+@few(2)
 @pytest.mark.parametrize("order", [module_then_compile, compile_then_module])
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
 def test_a_copy_is_a_region_with_its_own_weights_and_goes_without_what_was_compiled(order, copied):
@@ -177,7 +179,7 @@ ORDERS = [module_then_compile, compile_then_module, module_of_compiled, torch.co
 QUICK = [(order, mode, mode == "always") for order in ORDERS for mode in ("except_last", "always")]
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize(
     ("order", "checkpoint_mode", "step"),
     slow_but(QUICK, product(ORDERS, ["never", "except_last", "always"], [False, True])),
@@ -243,7 +245,7 @@ MADE = {
 }
 
 
-@few(3)
+@few(1)
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE)
 def test_a_tensor_that_compiled_code_makes(make):
     """As that of a number: torch counts versions otherwise in the call that compiles."""

@@ -51,6 +51,7 @@ NARROW = [
 WIDE = [torch.int64, torch.float64, torch.complex128]
 
 
+@few(47)
 @pytest.mark.parametrize("shape", [(3, 5), (), (0,), (2, 0, 3)], ids=str)
 @pytest.mark.parametrize("dtype", NARROW + WIDE, ids=str)
 def test_fingerprint_is_that_of_its_twin(dtype, shape, device):
@@ -99,7 +100,7 @@ def test_an_index_that_becomes_its_complement_is_other_values():
         loss.backward()
 
 
-@few(6)
+@few(2)
 @pytest.mark.parametrize("dtype", [d for d in NARROW + WIDE if d != torch.bool], ids=str)
 def test_fingerprint_changes_with_any_one_element_and_with_any_swap(dtype):
     tensor = example(dtype, 24)
@@ -117,6 +118,7 @@ def test_fingerprint_changes_with_any_one_element_and_with_any_swap(dtype):
                 assert fingerprint(tensor[order]) != fingerprint(tensor)
 
 
+@few(30)
 @pytest.mark.parametrize("size", [2, 7, 64, 1024, 4096])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex64, *WIDE], ids=str)
 def test_fingerprint_changes_when_all_elements_change_alike(dtype, size):
@@ -178,6 +180,7 @@ def test_fingerprint_does_not_depend_on_how_much_is_read_at_once(chunk, dtype, m
     assert fingerprint(tensor) == whole
 
 
+@pytest.mark.slow
 def test_fingerprint_takes_a_multiple_of_a_chunk_and_not_of_the_tensor(monkeypatch):
     monkeypatch.setattr(slots, "_CHUNK", 2**10)
     tensor = torch.randn(2**19)

@@ -121,7 +121,7 @@ def by_module(module, x):
         return module(x)
 
 
-@few(14)
+@few(6)
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore:.*torch.nn.utils.spectral_norm")
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature", "ignore:.*spectral_norm. is deprecated")
 @pytest.mark.parametrize("way", [checkpoint, by_method, by_argument, by_module], ids=lambda way: way.__name__)
@@ -163,6 +163,7 @@ def test_a_buffer_of_a_dtype_that_cannot_be_compared(size):
     assert module[0].weight.grad is not None
 
 
+@few(2)
 def test_the_same_by_hand_and_ahead(call):
     for make in MAKES["spectral_norm"], Average, MAKES["buffer replaced"]:
         expected = steps(make, lambda module, x: module(x))

@@ -88,14 +88,14 @@ def assert_each_is_of_its_own_statistics(module, modes, call, between=checkpoint
     assert all(map(torch.equal, statistics, module.buffers()))
 
 
-@few(19)
+@few(7)
 @pytest.mark.parametrize("modes", [["eval", "train"], ["train", "eval"], ["eval", "train", "eval", "train", "eval"]])
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
 def test_layer(make, modes):
     assert_each_is_of_its_own_statistics(model(make), modes, checkpoint)
 
 
-@few(21)
+@few(9)
 @pytest.mark.parametrize("way", ["plain", "without gradients"])
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
 def test_layer_that_trains_outside_of_regions(make, way):
@@ -115,6 +115,7 @@ WAYS = {
 }
 
 
+@few(2)
 @pytest.mark.parametrize("call", WAYS.values(), ids=WAYS)
 def test_each_way_to_a_region(call):
     assert_each_is_of_its_own_statistics(model(), ["eval", "train", "eval", "train"], call)

@@ -50,7 +50,7 @@ def assert_statistics_equal(call, program, module, *inputs):
         assert own.get(name, buffer) is buffer
 
 
-@few(24)
+@few(10)
 @pytest.mark.parametrize(("make", "shape"), LAYERS.values(), ids=LAYERS)
 def test_layer(call, device, make, shape):
     def program(call, layer, x):
@@ -322,6 +322,7 @@ class Bare(nn.Module):
         return self.layer.forward(input).sin()
 
 
+@few(11)
 @pytest.mark.parametrize("make", [nn.BatchNorm1d, lambda size: nn.InstanceNorm1d(size, track_running_stats=True)])
 def test_layer_whose_bare_forward_is_called(call, device, make):
     module = Bare(make(4)).to(device)

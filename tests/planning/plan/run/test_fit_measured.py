@@ -39,7 +39,7 @@ def planned(budget, took, schedule=SCHEDULE):
     return fitted(schedule, STAGES, LINKS, budget, [took])
 
 
-@few(6)
+@few(2)
 @pytest.mark.parametrize("budget", [500, 700, 900, "60%", [900, 500, 400]])
 @pytest.mark.parametrize("beside", [lambda place: 0, lambda place: 40, lambda place: 5 * place], ids=str)
 def test_the_budget_holds_all_that_a_step_takes(budget, beside):
@@ -103,6 +103,7 @@ def split_and_whole(waiting=60.0):
     return schedule, [whole, MeasuredStep(placed, early, levels_of)]
 
 
+@few(1)
 @pytest.mark.parametrize("budget", [200, 400, 900])
 def test_weight_gradients_that_wait_are_in_the_budget(budget):
     schedule, took = split_and_whole()
@@ -116,6 +117,7 @@ def test_weight_gradients_that_wait_are_in_the_budget(budget):
         assert found.plan.recomputed_share < 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, *slow([1, 2])])
 def test_a_small_excess_is_no_reason_to_recompute_everything(number):
     """Measured seconds differ from run to run, and with them what a plan exceeds a budget by.
@@ -180,6 +182,7 @@ def test_what_is_no_budget():
         planned(-1, step_with(lambda place: 0))
 
 
+@few(2)
 @pytest.mark.parametrize(("seed", "budget"), [(8, 800), (9, 800), (10, 500)])
 def test_rules_beside_a_plan_fit_as_it_does_and_are_no_shorter(seed, budget):
     """They were counted with the activations alone, and one that did not fit was printed as shorter than the plan."""
