@@ -12,7 +12,6 @@ from tests.distributed.conftest import alone  # noqa: F401  # a fixture
 from tests.distributed.stages import SIZE, Blocks, ahead, batch, gradients_of, schedule_on, step
 from tests.distributed.stages import stages_of as stages_on
 from tests.settings import without_collector
-from tests.slow import few
 from torchckpt import checkpoint
 from torchckpt.distributed import recompute_ahead
 from torchckpt.regions.saved import bytes_of, saved_bytes
@@ -30,7 +29,6 @@ class Compiled(nn.Module):
         return checkpoint(self.block, x)
 
 
-@few(1)
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("exempt", ["auto", "none"])
 def test_a_compiled_block_without_graph_breaks(exempt):

@@ -61,7 +61,6 @@ def test_there_are_these_models():
     assert set(BENCHMARK) <= set(MODELS)
 
 
-@few(8)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_model_is_in_training_mode_and_has_this_many_parameters(name, build):
     case = build(name)
@@ -103,7 +102,6 @@ def test_loss_is_a_finite_scalar_and_all_that_it_reads_has_a_gradient(name, buil
     assert all(gradient.to_dense().isfinite().all() for key, gradient in found.items() if key not in unread)
 
 
-@few(9)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_inputs_share_no_memory_with_each_other_or_with_those_before(name, build):
     case = build(name)
@@ -163,7 +161,6 @@ def test_gpt_is_causal(build):
     assert not torch.equal(seen[0][:, -1], seen[1][:, -1])
 
 
-@few(2)
 @pytest.mark.parametrize(
     ("name", "kind", "blocks", "convolutions"),
     [("resnet20", Basic, 9, 19 + 2), ("resnet110", Basic, 54, 109 + 2), ("resnet200", Bottleneck, 66, 199 + 3)],
@@ -175,7 +172,6 @@ def test_resnet_has_this_many_blocks_and_convolutions(name, kind, blocks, convol
     assert all(module.inplace for module in model.modules() if isinstance(module, nn.ReLU))
 
 
-@few(2)
 @pytest.mark.parametrize("name", ["resnet20", "resnet200", "unet"])
 def test_batch_norm_updates_its_statistics(name, build):
     case = build(name)

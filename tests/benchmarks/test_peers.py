@@ -137,7 +137,6 @@ def test_settings_are_made_small_by_their_names():
     }  # fmt: skip
 
 
-@few(2)
 @pytest.mark.parametrize(
     ("function", "found"),
     [

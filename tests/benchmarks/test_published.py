@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks.published import fields, fit, pairs, predict, runs
 from tests.scripts import ROOT
-from tests.slow import few
 from torchckpt.jobs import memory_of
 
 HERE = ROOT / "benchmarks" / "published"
@@ -196,7 +195,6 @@ def test_a_file_of_the_same_form(tmp_path, rows, capsys):
     assert json.loads(numbers.read_text())
 
 
-@few(2)
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [

@@ -144,7 +144,6 @@ _CSV = "argument --csv: cannot read {}; works: a schedule as torch.distributed.p
 _COUNTS = "--stages 4 --microbatches 4"
 
 
-@few(15)
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

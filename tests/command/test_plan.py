@@ -34,7 +34,6 @@ def test_the_line_that_people_quote(capsys):
     )
 
 
-@few(2)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -192,7 +191,6 @@ def test_csv(capsys, tmp_path):
     assert text.startswith("order: 4 stages on 2 ranks, 4 micro-batches")
 
 
-@few(4)
 @pytest.mark.parametrize(
     ("name", "stages", "ranks", "counted"),
     [

@@ -85,7 +85,6 @@ def test_the_search(capsys, tmp_path):
     assert answer["whole"]
 
 
-@few(12)
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

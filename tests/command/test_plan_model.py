@@ -194,7 +194,6 @@ def two_stages():
 TWO = ("plan", "tests.command.test_plan_model:two_stages", "--device", "h100")
 
 
-@few(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "all"])
 @pytest.mark.parametrize("budget", ["1%", "1B", "1B,2B"])
 def test_the_budget_that_an_error_names_is_taken(capsys, schedule, budget):
@@ -292,13 +291,11 @@ BAD = [
 ]  # fmt: skip
 
 
-@few(14)
 @pytest.mark.parametrize(("arguments", "message"), BAD)
 def test_bad_input_is_one_line(capsys, arguments, message):
     assert message in refused(capsys, "plan", "--schedule", "1f1b", "--microbatches", "4", *arguments)
 
 
-@few(4)
 @pytest.mark.parametrize("wrong", [
     (WORDS,), (WORDS, *HALF, "--stages", "2"), (WORDS, *H100, "--microbatches", "4"),
     (WORDS, "--schedule", "1f1b", "--microbatches", "4"),

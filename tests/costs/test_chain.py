@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from tests.costs.models import ROWS, WIDTH, Mlp, vector
-from tests.slow import few
 from torchckpt import ArgumentError
 from torchckpt.costs import pipeline_costs
 
@@ -86,7 +85,6 @@ BAD = [
 ]  # fmt: skip
 
 
-@few(10)
 @pytest.mark.parametrize(("build", "message"), BAD)
 def test_wrong_stages(build, message):
     with pytest.raises(ArgumentError) as error:
@@ -95,7 +93,6 @@ def test_wrong_stages(build, message):
     assert "works:" in str(error.value)
 
 
-@few(3)
 @pytest.mark.parametrize("how", [branches, picks, counts, reads, lists])
 def test_a_forward_that_depends_on_values(how):
     with pytest.raises(ArgumentError) as error:

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.slow import few
 from torchckpt.costs import pipeline_costs
 
 B, H, L, D = 2, 4, 16, 8
@@ -57,13 +56,11 @@ CASES = [
 ]  # fmt: skip
 
 
-@few(4)
 @pytest.mark.parametrize(("name", "call", "shape", "dtype", "expected"), CASES)
 def test_bytes_by_hand(name, call, shape, dtype, expected):
     assert saved_bytes(call, shape, dtype) == expected
 
 
-@few(2)
 @pytest.mark.parametrize(("dropout", "mask", "dtype"), [(0.1, False, "fp32"), (0.1, True, "bf16"), (0.0, True, "fp32")])
 def test_attention_that_flash_does_not_do_keeps_no_matrix_of_its_own(dropout, mask, dtype):
     size = 4 if dtype == "fp32" else 2
@@ -76,7 +73,6 @@ def test_a_cpu_keeps_a_matrix_for_dropout_in_attention():
     assert saved_bytes(attention(0.1), (B, H, L, D), kernels="cpu") > 2 * 2 * MATRIX
 
 
-@few(1)
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @pytest.mark.parametrize("call", [lambda x, w: F.rms_norm(x, (D,), w.float()), lambda x, w: F.dropout(x, 1.0) * w])
 def test_what_no_kernel_does_is_as_it_is(call):

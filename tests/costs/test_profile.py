@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.slow import few
 from torchckpt import ArgumentError, checkpoint
 from torchckpt.costs import fake_mesh, pipeline_costs
 from torchckpt.costs.profile import device_here
@@ -80,7 +79,6 @@ def stages(is_region=False):
     return [Stage(is_region), Stage(is_region)], torch.randn(4, WIDTH)
 
 
-@few(1)
 @pytest.mark.parametrize("is_region", [False, True])
 def test_the_seconds_are_those_of_the_run(is_region):
     costs = pipeline_costs(lambda: stages(is_region), "h100", profile=True)

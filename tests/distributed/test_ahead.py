@@ -92,7 +92,6 @@ def test_exempt_by_default_is_what_is_free_to_keep(name):
     assert replays(schedule, stages) == dict.fromkeys(every - exempt, 2)
 
 
-@few(2)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", [*SINGLE, "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
 def test_exempt_none(name):
@@ -101,7 +100,6 @@ def test_exempt_none(name):
     assert replays(schedule, stages) == {(stage, i): 2 for stage in range(len(stages)) for i in range(4)}
 
 
-@few(2)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("exempt", [{(0, 1), (1, 3)}, [(0, 1), (1, 3)], frozenset({(0, 0)}), ()])
 def test_exempt_of_the_caller(exempt):
@@ -111,7 +109,6 @@ def test_exempt_of_the_caller(exempt):
     assert replays(schedule, stages) == dict.fromkeys(every - set(exempt), 2)
 
 
-@few(2)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("segments", [0, 1, 2])
 def test_with_segments_nothing_is_exempt_by_default(segments):

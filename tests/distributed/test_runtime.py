@@ -67,7 +67,6 @@ def test_recompute_stands_before_a_pair_that_torch_runs_as_one_action():
     assert order == "0F0 1F0 0F1 1R0 1B0 0R0 1F1 0B0 1R1 1B1 0R1 0I1 0W1"
 
 
-@few(4)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", NAMES)
 def test_schedule_is_what_runs(name, tmp_path):
@@ -200,7 +199,6 @@ def test_replays_gather_the_parameters_of_their_own_stage(make, reshard):
     assert equal(*found)
 
 
-@few(10)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"])
 @pytest.mark.parametrize(

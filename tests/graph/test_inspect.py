@@ -9,7 +9,6 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.graph.allocations import measured_peak
-from tests.slow import few
 from torchckpt.errors import ArgumentError
 from torchckpt.graph import region
 from torchckpt.graph.derive.gradient import gradient
@@ -33,7 +32,6 @@ def names(nodes):
 # simulate -------------------------------------------------------------------------------------------------------------
 
 
-@few(4)
 @pytest.mark.parametrize(
     "function",
     [
@@ -51,7 +49,6 @@ def test_forward_takes_the_bytes_of_the_allocator(function, x):
     assert simulate(module).peak_bytes == measured_peak(lambda: module(x))
 
 
-@few(1)
 @pytest.mark.parametrize("change", [lambda module: module, simplify], ids=["as it is", "simplified"])
 def test_gradient_takes_the_bytes_of_the_allocator(change, x):
     function = region(lambda x, w: (nn.functional.gelu(x @ w.t()) @ w).sin())
@@ -129,7 +126,6 @@ def test_of_a_gradient_the_forward_is_looked_at(x):
     assert names(separators(gradient(lambda x: x.sin().cos().exp().sum(), x))) == ["sin", "cos", "exp"]
 
 
-@few(3)
 @pytest.mark.parametrize("seed", range(8))
 def test_a_node_separates_iff_no_path_goes_around_it(seed):
     """Brute force: with it removed, nothing after it is reached from anything before it."""

@@ -43,7 +43,6 @@ def named(joint, storages):
 PRODUCTS, GELUS = ["addmm", "addmm_1", "addmm_2", "addmm_3"], ["gelu", "gelu_1", "gelu_2", "gelu_3"]
 
 
-@few(7)
 @pytest.mark.parametrize(
     ("keep", "names"),
     [

@@ -275,7 +275,6 @@ def test_a_plan_of_one_backward_fills_its_device_and_no_more(state, memory):
     assert left - plan.pipeline.peak_bytes[0] < 1.1 * saved.whole
 
 
-@few(5)
 @pytest.mark.parametrize(("share", "is_planned"), [(0.1, False), (0.99, False), (1.01, True), (4, True)])
 @pytest.mark.parametrize("state", ["none", "fsdp2"])
 def test_a_plan_of_one_backward_has_room_for_a_layer_beside_all_gradients(state, share, is_planned):

@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from tests.slow import few
 from torchckpt.errors import ArgumentError
 from torchckpt.jobs import MODELS, Model, model, model_named
 
@@ -95,7 +94,6 @@ EXPERTS = {"experts": 8, "active": 2, "expert_ffn": 64}
 ODD = (-1, 2.5, float("nan"), 10**400, "2", [], {}, 2**30)
 
 
-@few(20)
 @pytest.mark.parametrize("base", [SIZES, {**SIZES, **EXPERTS}], ids=["dense", "experts"])
 @pytest.mark.parametrize("size", sorted(model._RANGES))
 def test_a_size_is_a_whole_number_within_its_range(base, size):

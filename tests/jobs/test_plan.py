@@ -84,7 +84,6 @@ def test_the_error_names_the_part_and_the_nearest_layout_that_fits():
     assert plan_job(job(replace(replicas, gpus=32, tp=8, pp=4, dp=1))).peak_bytes < 80e9
 
 
-@few(12)
 @pytest.mark.parametrize("schedule", [*sorted({*NAMES} - {"looped_bfs"}), "zb-2p"])
 @pytest.mark.parametrize("recompute", ["none", "full", "planned"])
 def test_what_a_rank_holds_at_least_is_seen_in_few_micro_batches(monkeypatch, schedule, recompute):
@@ -289,7 +288,6 @@ def test_what_saves_the_same_bytes_needs_the_same():
     assert none.peak_bytes == selective.peak_bytes
 
 
-@few(2)
 @pytest.mark.parametrize(("split", "memory"), [
     ({"tp": 4, "dp": 2}, 25e9), ({"tp": 4, "dp": 2}, 80e9), ({"tp": 2, "dp": 2, "pp": 2}, 42e9),
     ({"tp": 2, "dp": 2, "pp": 2, "schedule": "zero_bubble"}, 57e9),

@@ -74,7 +74,6 @@ def test_parameters_are_those_of_the_class(model_type, tmp_path):
     assert model_named(str(path)).parameters == expected
 
 
-@few(7)
 @pytest.mark.parametrize(
     ("model_type", "keys"),
     [
@@ -123,7 +122,6 @@ def test_keys_that_change_no_size(read):
     assert read({**LLAMA, **more}) == read(LLAMA)
 
 
-@few(17)
 @pytest.mark.parametrize(
     ("keys", "wrong"),
     [

@@ -89,7 +89,6 @@ class Looked(nn.Module):
         return x + self.down(self.drop(self.soft(self.up(x))))
 
 
-@few(1)
 @pytest.mark.parametrize("budget", ["70%", "85%"])
 def test_what_a_loss_reads_of_the_inside_of_a_layer(budget):
     """It holds it until its own backward, and a kept call until the call's."""
@@ -123,7 +122,6 @@ class Tied(nn.Module):
         return x + self.drop(self.down(nn.functional.gelu(self.up(x))))
 
 
-@few(1)
 @pytest.mark.parametrize("budget", ["70%", "85%"])
 def test_one_weight_that_is_cached_around_all_layers_counts_once(budget):
     up = nn.utils.parametrizations.weight_norm(nn.Linear(64, 128))

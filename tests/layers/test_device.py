@@ -113,7 +113,6 @@ class Failing(Wide):
         return super().forward(x)
 
 
-@few(1)
 @pytest.mark.parametrize("where", ["forward", "replay"])
 def test_out_of_memory_in_a_planned_step(accelerator, where):
     model, x = Model([Failing(16, 64) for _ in range(6)]).to(accelerator), torch.randn(8, 64, 16).to(accelerator)

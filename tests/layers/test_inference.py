@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from tests.slow import few
 from torchckpt import Pipe, checkpoint_layers
 from torchckpt.pipe import balance_by_bytes
 from torchckpt.regions.private import dispatch_modes_are_active
@@ -30,7 +29,6 @@ def of_pipe():
     return Pipe(nn.Sequential(block(), block()), [2], ["cpu"], 2, budget="1GB")
 
 
-@few(3)
 @pytest.mark.parametrize("make", [of_layers, of_pipe])
 @pytest.mark.parametrize("trained", [1, 2, 3])
 def test_an_evaluation_between_steps(make, trained):
@@ -84,7 +82,6 @@ def as_layer_to_be_measured(model):
     balance_by_bytes(1, nn.Sequential(model, block()), X)
 
 
-@few(3)
 @pytest.mark.parametrize("make", [of_layers, of_pipe])
 @pytest.mark.parametrize("use", [as_layer_of_a_pipe, as_layer_to_be_measured])
 def test_a_mode_that_is_left_in_what_turns_inference_mode_off(make, use):

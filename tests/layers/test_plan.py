@@ -47,7 +47,6 @@ def plain_seconds(took: Took) -> float:
     return sum(call.forward_seconds + call.backward_seconds for call in took.calls)
 
 
-@few(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_every_choice_is_tried_in_twelve_layers(seed):
     took = random_step(seed, 12)

@@ -404,7 +404,6 @@ def test_an_error_that_is_held_with_its_graph(model, x):
         assert held.traceback
 
 
-@few(1)
 @pytest.mark.filterwarnings("ignore:checkpoint_layers. no call of a chosen layer was seen")
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_region_of_torch_around_a_layer(x, use_reentrant):

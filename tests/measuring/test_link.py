@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tests.settings import without_collector
-from tests.slow import few
 from torchckpt import CheckpointError
 from torchckpt.errors import without_traceback
 from torchckpt.measuring.link import measured_link
@@ -28,7 +27,6 @@ def raises(failure):
     raise without_traceback(failure)
 
 
-@few(1)
 @pytest.mark.parametrize("size", [3 * 2**20, 2**31])
 def test_it_takes_no_more_than_a_region_and_192_mib(accelerator, size):
     arena = copies_of(accelerator).arena

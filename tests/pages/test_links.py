@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.slow import few
-
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("benchmarks", "docs", "examples", "tests", "website")
 PAGES = sorted([*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))])
@@ -52,7 +50,6 @@ def broken(page: Path, text: str) -> Iterator[str]:
             yield f"{link}: no heading there has this anchor"
 
 
-@few(29)
 @pytest.mark.parametrize("page", PAGES, ids=[path.relative_to(ROOT).as_posix() for path in PAGES])
 def test_every_link_leads_somewhere_in_a_checkout(page: Path) -> None:
     assert list(broken(page, page.read_text())) == []

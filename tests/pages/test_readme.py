@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import torchckpt
-from tests.slow import few
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -50,7 +49,6 @@ def quoted() -> list[tuple[str, str]]:
     return [(code.split("  #")[0].strip(), text.strip()) for code, text in (part.split("\n", 1) for part in parts)]
 
 
-@few(2)
 @pytest.mark.parametrize(("code", "text"), quoted(), ids=[code for code, _ in quoted()])
 def test_every_quoted_error_is_raised_in_these_words(code: str, text: str) -> None:
     scope = names()

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import torchckpt
 from tests.accelerator import random_states
-from tests.slow import few
 from torchckpt.errors import ArgumentError
 from torchckpt.pipe import Balance, Pipe, balance, balance_by_bytes, balance_by_time
 from torchckpt.pipe.partition import layers_of
@@ -207,7 +206,6 @@ def picture(model: nn.Module, device: torch.device) -> dict[str, Any]:
     }
 
 
-@few(10)
 @BOTH
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("fails", [False, True])

@@ -371,7 +371,6 @@ def test_in_a_pipe_replays_do_not_count(device: torch.device, checkpoint: Any, r
         torch.testing.assert_close(ours.grad, plain.grad)  # summed in another order
 
 
-@few(11)
 @pytest.mark.parametrize("determinism_check", ["default", "values"])
 @pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward outside"])
 def test_in_a_region_replays_do_not_count(call: Any, inside: bool, determinism_check: Any) -> None:

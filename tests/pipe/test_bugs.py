@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import torchckpt
-from tests.slow import few
 from torchckpt.errors import ArgumentError, RecomputationError
 from torchckpt.pipe import balance_by_bytes
 from torchckpt.pipe.run import links
@@ -100,7 +99,6 @@ def apply_of_torch(parameter: Tensor) -> None:
 HOOKS = [lambda parameter: parameter.register_post_accumulate_grad_hook(lambda _: None), apply_of_torch]
 
 
-@few(1)
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("hook", HOOKS, ids=["hook", "torch"])
 def test_a_step_refuses_hooks_that_would_run_once_a_micro_batch(hook: Any) -> None:

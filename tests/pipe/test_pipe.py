@@ -43,7 +43,6 @@ def train(module: Any, x: Tensor) -> tuple[Tensor, list[Tensor | None]]:
     return output, gradients(module)
 
 
-@few(12)
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 @pytest.mark.parametrize("balance", [[6], [2, 4], [1, 3, 2]])
 def test_with_one_chunk_it_is_the_plain_module_to_the_bit(
@@ -58,7 +57,6 @@ def test_with_one_chunk_it_is_the_plain_module_to_the_bit(
     assert all_equal(grads, expected[1])
 
 
-@few(8)
 @pytest.mark.parametrize("lookahead", [1, 2, 3])
 @pytest.mark.parametrize("checkpoint", ["always", "except_last"])
 @pytest.mark.parametrize("chunks", [2, 3, 8])
@@ -213,7 +211,6 @@ def test_inside_a_transform_it_is_an_error_that_says_what_works() -> None:
         torch.vmap(lambda x: pipe.step(x, x[:, :3], loss_fn=nn.functional.mse_loss))(torch.randn(2, 4, 6))
 
 
-@few(1)
 @pytest.mark.parametrize("balance", [[6], [3, 3]])
 def test_inside_a_transform_without_gradients_it_is_the_module(balance: list[int]) -> None:
     """It asked for the storage of a transform's tensor, which has none."""

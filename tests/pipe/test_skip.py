@@ -329,7 +329,6 @@ CHANGED = (
 )
 
 
-@few(13)
 @pytest.mark.parametrize("balance", [[4], [1, 1, 1, 1], [2, 2]])
 @pytest.mark.parametrize("call", [call_forward, call_step])
 @pytest.mark.parametrize(

@@ -100,7 +100,6 @@ class Adds(nn.Linear):
         return super().forward(x.add_(self.bias))
 
 
-@few(6)
 @pytest.mark.parametrize("options", [{"budget": "100%"}, {"checkpoint": "always"}, {"checkpoint": "never"}], ids=str)
 @pytest.mark.parametrize("balance", [[3], [1, 2]], ids=str)
 @pytest.mark.parametrize("way", WAYS)

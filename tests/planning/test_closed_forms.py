@@ -83,7 +83,6 @@ def test_one_f_one_b(cell):
         assert one_ahead.step_seconds == m * (cell.tf + cell.tb + tr) + (p - 1) * (cell.tf + cell.tb)
 
 
-@few(12)
 @every_cell
 def test_one_f_one_b_with_the_last_stage_exempt(cell):
     p = cell.p
@@ -126,7 +125,6 @@ OVERHEADS = """
 """In % of the same schedule without recomputation; c: one ahead, last stage exempt; c': last micro-batch exempt."""
 
 
-@few(4)
 @pytest.mark.parametrize("row", OVERHEADS.strip().splitlines()[1:])
 def test_table_of_overheads(row):
     p, m, tc, *figures = row.split()

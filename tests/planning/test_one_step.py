@@ -67,14 +67,12 @@ def test_by_position_and_over_time(name, early, total):
             has_one_peak(Step(with_recompute(schedule, choices), stages, links, choices))
 
 
-@few(5)
 @every_schedule
 def test_at_arrival(name):
     for schedule, stages, links in cells(name, 1):
         has_one_peak(Step(schedule, stages, links, late(schedule)))
 
 
-@few(4)
 @every_schedule
 def test_kept_blocks_are_as_one(name):
     for schedule, stages, links in cells(name, 2):

@@ -53,7 +53,6 @@ def test_nothing_is_used_twice_at_a_time_nor_left_idle(seeds):
             assert message.sent_seconds in free, (seed, message)  # at once, or when the one before it is there
 
 
-@few(1)
 @in_ten_parts
 def test_every_dependency_holds_and_nothing_waits_longer_than_it_must(seeds):
     for seed in seeds:
@@ -90,7 +89,6 @@ def is_late(event, after, late):
     return action.kind is Kind.RECOMPUTE and is_before and action[::2] in late
 
 
-@few(1)
 @in_ten_parts
 def test_memory_is_never_negative_and_ends_where_it_began(seeds):
     for seed in seeds:

@@ -42,7 +42,6 @@ def test_times_and_bytes(seed):
         assert max(amount for _, amount in curve) <= most
 
 
-@few(17)
 @pytest.mark.parametrize("seed", SEEDS[:20])
 def test_a_slower_link_costs_seconds_and_never_bytes(seed):
     step = random_moves(seed)

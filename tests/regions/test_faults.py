@@ -10,7 +10,6 @@ from torch import nn
 
 from tests.accelerator import random_states
 from tests.left_behind import nothing_left_behind
-from tests.slow import few
 from torchckpt import Checkpointing, checkpoint, checkpoint_module, is_recomputing
 from torchckpt.errors import RecomputationError, RegionError
 from torchckpt.regions.core import call as call_of_regions
@@ -124,7 +123,6 @@ def test_region_where_saved_tensor_hooks_are_forbidden_says_why_and_leaves_nothi
 # in the replay --------------------------------------------------------------------------------------------------------
 
 
-@few(15)
 @pytest.mark.parametrize("error", ERRORS)
 def test_error_in_the_replay_is_the_users_with_the_line_that_raised(error, device, call):
     block, x = Block(error, calls=(2,)).to(device), torch.randn(3, 4, device=device)
@@ -134,7 +132,6 @@ def test_error_in_the_replay_is_the_users_with_the_line_that_raised(error, devic
     assert lines[-1] == 'raise self.error("the pump is off")'
 
 
-@few(15)
 @pytest.mark.parametrize("error", ERRORS)
 def test_error_in_the_replay_leaves_flags_generators_and_statistics_as_they_were(error, device, call):
     block, x = Block(error, calls=(2,)).to(device), torch.randn(3, 4, device=device)

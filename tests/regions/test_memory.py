@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers import Probe, plain
-from tests.slow import few
 from torchckpt import Checkpointing, checkpoint, checkpoint_module, is_recomputing
 from torchckpt.testing import saved_bytes
 
@@ -212,7 +211,6 @@ def test_region_by_hand_that_is_still_referenced_holds_nothing_after_the_backwar
     assert h() is None
 
 
-@few(15)
 @pytest.mark.usefixtures("no_gc")
 @pytest.mark.parametrize("options", [{}, {"determinism_check": "values"}, {"early_stop": False}], ids=str)
 def test_forward_and_backward_make_no_reference_cycle(options, device, call):

@@ -65,7 +65,6 @@ def test_nested_regions_in_two_threads_are_those_of_one(device):
             assert all(map(torch.equal, one, other))
 
 
-@few(1)
 def test_random_numbers_of_a_named_generator_per_thread_are_those_of_one(device):
     def noisy(x, generator):
         return (x.sin() * torch.rand(x.shape, generator=generator, device=x.device)).exp().sin()

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.ranks import attempted, on_ranks
-from tests.slow import few
 from tests.tools.steps import ROWS, STEPS, Block, Model, equal, rows, trained
 from torchckpt import checkpoint_layers
 
@@ -55,7 +54,6 @@ def forgotten():
 OPTIONS = [{}, {"mixed_precision": "bf16"}, {"gradient_accumulation_steps": 3}]
 
 
-@few(5)
 @pytest.mark.parametrize("when", ["before prepare", "after prepare"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_accelerator(when, options):
@@ -66,7 +64,6 @@ def test_accelerator(when, options):
     assert equal(tensors, expected)
 
 
-@few(2)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_accelerator_with_a_budget(options):
     """The first step recomputes the three layers, and the others nothing."""

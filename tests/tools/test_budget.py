@@ -10,7 +10,6 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from tests.slow import few
 from tests.tools.steps import ROWS, STEPS, Model, equal, rows, trained
 from torchckpt import checkpoint_layers
 
@@ -65,7 +64,6 @@ def test_a_plain_loop():
     check(Model())
 
 
-@few(1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_a_scaler_and_autocast(dtype):
     def loss_of(model, batch):

@@ -100,7 +100,6 @@ def fitted_on_two(name, when):
 STRATEGIES = {"DDPStrategy": {}, "ModelParallelStrategy": {"data_parallel_size": 2, "tensor_parallel_size": 1}}
 
 
-@few(1)
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_strategy_on_two_ranks(reported, name):

@@ -197,7 +197,6 @@ def plain(tmp_path):
     return tensors
 
 
-@few(1)
 @pytest.mark.parametrize(
     ("prepare", "callbacks", "options"),
     [

@@ -14,7 +14,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 import torchckpt
 from tests.distributed.ranks import attempted, on_ranks
-from tests.slow import few
 from tests.tools.steps import ROWS, STEPS, Block, Model, equal, rows, trained
 from torchckpt import checkpoint_layers
 
@@ -99,7 +98,6 @@ def reported(tmp_path_factory):
     return on_ranks(work, tmp_path_factory.mktemp("ranks"), RANKS, timeout=120)
 
 
-@few(10)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", WRAPS)

@@ -245,7 +245,6 @@ def test_a_pipeline_whose_streams_are_late(sim, monkeypatch, where, options, lat
     assert all(map(torch.equal, results, run("nothing")))
 
 
-@few(4)
 @pytest.mark.parametrize("options", PROGRAMS.values(), ids=PROGRAMS)
 def test_a_layer_makes_its_tensors_on_the_device_of_its_stage(sim, options):
     x, target = torch.randn(8, 4).to("sim:0").requires_grad_(), torch.randn(8, 4).to("sim:1")
@@ -286,7 +285,6 @@ def events_of(devices, lookahead, outputs, chunks=4):
     return events
 
 
-@few(3)
 @pytest.mark.parametrize("outputs", [1, 2])
 @pytest.mark.parametrize(
     ("lookahead", "picture"),

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.device.build import SOURCE
-from tests.slow import few
 
 MAY_INCLUDE = {"machine": {"machine"}}  # all others: machine and operators
 FILES = sorted(path for path in SOURCE.rglob("*") if path.suffix in (".h", ".cpp"))
@@ -17,7 +16,6 @@ def floor(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0]
 
 
-@few(41)
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_a_file(path):
     lines = path.read_text().splitlines()

@@ -96,7 +96,6 @@ OPTIMIZERS = {
 }
 
 
-@few(3)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_training_has_the_cpus_bits(sim, model, optimizer):
     expected = trained(*model, "cpu", optimizer)
@@ -115,7 +114,6 @@ def test_training_is_the_same_whatever_the_delays(sim, model, seed):
     assert all(torch.equal(*pair) for pair in zip(received, expected))
 
 
-@few(2)
 def test_training_in_two_threads(sim, model):
     expected = trained(*model, "cpu", OPTIMIZERS["SGD"])
     calls = [lambda device=device: trained(*model, device, OPTIMIZERS["SGD"]) for device in ("sim:0", "sim:3")]

@@ -8,7 +8,6 @@ from torch._subclasses import FakeTensorMode
 
 import torchckpt
 from tests.graph.eager import compare
-from tests.slow import few
 from torchckpt import graph
 
 
@@ -30,7 +29,6 @@ def test_regions_in_a_traced_step_on_the_cpu(sim):
     compare(model, graph.rematerialize(model, x, keep="memory"), x)
 
 
-@few(1)
 @pytest.mark.parametrize("device", ["cpu", "sim:0"])
 def test_regions_of_fake_tensors(sim, device):
     torch.ones(3, device="sim:0").add(1)

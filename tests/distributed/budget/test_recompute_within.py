@@ -469,7 +469,6 @@ class Growing(Blocks):
         return self.more(x) if self.calls > 4 * self.at + (not OLD) else x
 
 
-@few(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("at", "than", "name", "works"),
@@ -549,7 +548,6 @@ class Full(Blocks):
         return super().forward(x)
 
 
-@few(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("at", "said"),

@@ -93,7 +93,6 @@ def test_all_stages_on_one_rank(name):
     assert same_as_torch(name) == dict.fromkeys(MODES, True)
 
 
-@few(3)
 @pytest.mark.parametrize("pair", [*NAMES[1::2], *slow(NAMES[::2])])
 def test_two_ranks(reported, pair):
     for report in reported:

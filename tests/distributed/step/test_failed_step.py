@@ -12,7 +12,6 @@ from torch import nn
 from tests.distributed.stages import Blocks, batch, equal, gradients_of, parameters_of, schedule_on, stages_of, step
 from tests.helpers import Probe
 from tests.settings import without_collector
-from tests.slow import few
 from torchckpt import is_recomputing
 from torchckpt.distributed import recompute_ahead
 from torchckpt.errors import RecomputationError, ScheduleError
@@ -71,7 +70,6 @@ WHERE = {
 }
 
 
-@few(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("when", WHERE)
 def test_failure_of_the_callers_code_says_where_and_leaves_nothing(when):
@@ -84,7 +82,6 @@ def test_failure_of_the_callers_code_says_where_and_leaves_nothing(when):
     assert equal(seen_in_a_step(schedule, stages), seen_in_a_step(*prepared(when, exempt="none")))
 
 
-@few(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("when", ["forward", "replay"])
 def test_interrupt_reaches_the_caller_as_it_is(when):

@@ -118,7 +118,6 @@ def alive_before_actions(name, mode):
     return seen
 
 
-@few(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", ["ScheduleZBVZeroBubble", "ScheduleInterleavedZeroBubble"])
 def test_in_a_split_backward_stock_checkpointing_holds_two_replays(name):

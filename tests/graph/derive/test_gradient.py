@@ -272,7 +272,6 @@ def several(x, i):
     return x.sum(), x, i.sum(), "text"
 
 
-@few(6)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -365,7 +364,6 @@ def test_error_of_the_function_is_its_own(x):
 # inputs of another kind -----------------------------------------------------------------------------------------------
 
 
-@few(3)
 @pytest.mark.parametrize("others", [
     (torch.ones(1), torch.ones(4)), (torch.ones(2, 4), torch.ones(2, 4)), (torch.ones(4), torch.ones(4).double()),
     (torch.ones(4, 1), torch.ones(4)), (torch.ones(()), torch.ones(())),

@@ -215,7 +215,6 @@ REWRITES = {
 }
 
 
-@few(7)
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize(("function", "shapes", "expected"), REWRITES.values(), ids=REWRITES)
 def test_transposes_are_cancelled(function, shapes, expected, exact):
@@ -296,7 +295,6 @@ PRODUCTS_TURNED = {
 }
 
 
-@few(5)
 @pytest.mark.parametrize(("function", "shapes", "expected"), PRODUCTS_TURNED.values(), ids=PRODUCTS_TURNED)
 def test_transpose_of_a_product_of_transposes(function, shapes, expected):
     inputs = [real(*shape) for shape in shapes]
@@ -407,7 +405,6 @@ def formula(node):
     return inner[0] + "'" if node.target in SWAPS else "".join(inner)
 
 
-@few(1)
 @pytest.mark.parametrize("exact", [False, True])
 def test_backward_of_linear_has_two_transposes_of_five(exact):
     module, inputs = joint(F.linear, real(4, 3, 8), real(16, 8), real(16))
@@ -507,7 +504,6 @@ def _(x):
     return torch.empty_like(x)
 
 
-@few(6)
 @pytest.mark.parametrize(
     "function",
     [

@@ -79,7 +79,6 @@ def test_generator_that_a_forward_sets_is_refused(function, seed):
         assert torch.equal(torch.get_rng_state(), before)
 
 
-@few(3)
 @pytest.mark.parametrize(("name", "function"), [(name, call) for name, calls in PYTHON.items() for call in calls])
 def test_numbers_of_python_are_refused(name, function):
     """They would be the same in all calls."""

@@ -193,7 +193,6 @@ REFUSED = {
 }
 
 
-@few(2)
 @pytest.mark.parametrize("does", REFUSED)
 def test_what_a_trace_does_not_see_is_refused(does):
     for call in (graph.rematerialize, graph.gradient):

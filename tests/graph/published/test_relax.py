@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.graph.executed import backward, repeats, saved
-from tests.slow import few
 from torchckpt.graph import mark, region
 from torchckpt.graph.derive.gradient import gradient
 
@@ -120,7 +119,6 @@ def test_without_a_region_everything_is_saved(tensors):
     assert repeats(adjoint) == []
 
 
-@few(1)
 @pytest.mark.parametrize("function", [sequential, adjacent, dag])
 def test_recomputed_or_not_the_gradient_is_that_of_autograd(function, tensors):
     x = tensors[0].requires_grad_()

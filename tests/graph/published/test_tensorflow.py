@@ -179,7 +179,6 @@ def test_inputs_and_outputs_are_dropped_from_the_set(x):
 # its errors -----------------------------------------------------------------------------------------------------------
 
 
-@few(3)
 @pytest.mark.parametrize(
     ("checkpoints", "message"),
     [

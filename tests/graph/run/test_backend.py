@@ -242,7 +242,6 @@ def plain(x):
     return x.sin().cos()
 
 
-@few(1)
 @pytest.mark.parametrize(
     ("function", "where"),
     [(branching, "if x.sum() > 0"), (printing, 'print("here")'), (looping, "x = plain(x)")],

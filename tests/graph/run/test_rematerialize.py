@@ -125,7 +125,6 @@ def trained(call, model, steps=2, seed=0, make=SGD):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-@few(1)
 @pytest.mark.parametrize("make", [SGD, partial(torch.optim.AdamW, lr=0.01)], ids=["sgd", "adamw"])
 def test_three_steps_of_an_optimizer(make):
     received, expected = build(), build()
@@ -663,7 +662,6 @@ HELD = pytest.mark.skipif(
 )
 
 
-@few(1)
 @pytest.mark.parametrize("holds", [pytest.param(True, marks=HELD), False])
 def test_gradient_of_an_output_dies_when_eager_would_free_it(holds):
     """All is as large as the input: what eager has at its peak, this has."""
@@ -742,7 +740,6 @@ def test_faults_of_the_call_are_listed_at_once():
     assert 'engine is neither "eager" nor "inductor"\n  received: \'triton\'\n  works:    engine="eager"' in text
 
 
-@few(3)
 @pytest.mark.parametrize(
     ("example", "options", "text"),
     [

@@ -4,7 +4,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.slow import few
 from torchckpt import graph
 from torchckpt.graph.step.compiled import Fusion
 from torchckpt.graph.step.costs import roofline
@@ -54,7 +53,6 @@ def test_marked_values_are_written(tensors):
     assert "mul" in names(Fusion(marked).joint)
 
 
-@few(1)
 @pytest.mark.parametrize("schedule", [lambda flow: flow.eager, lambda flow: late(flow, frozenset())])
 def test_schedules_expand_to_those_of_all_operations(tensors, schedule):
     whole = joint(lambda x, w: chain(chain(x, w) * x, w), *tensors)

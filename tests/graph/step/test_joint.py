@@ -8,7 +8,6 @@ from torch import fx, nn
 from tests.graph.traced import Function
 from tests.graph.traced import joint_of as traced
 from tests.helpers import assert_equal, leaf
-from tests.slow import few
 from torchckpt import graph
 from torchckpt.graph.step.costs import Cost
 from torchckpt.graph.step.joint import copied, joint_of, needed, reached
@@ -156,7 +155,6 @@ class Noisy(torch.autograd.Function):
         return grad + torch.randn(grad.shape)
 
 
-@few(1)
 @pytest.mark.parametrize("rng", ["keep", "replay"])
 def test_random_numbers_that_read_no_gradient_are_drawn_in_the_backward(rng):
     function, x = Function(lambda x: Noisy.apply(nn.functional.dropout(x, 0.5)).exp().sum()), leaf(3)

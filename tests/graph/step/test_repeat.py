@@ -24,7 +24,6 @@ def call(target, *args):
     return graph.call_function(target, (x, *args))
 
 
-@few(5)
 @pytest.mark.parametrize(
     ("node", "once"),
     [

@@ -182,7 +182,6 @@ def test_error_in_a_compiled_function_is_not_lost():
 # what is refused ------------------------------------------------------------------------------------------------------
 
 
-@few(2)
 @pytest.mark.parametrize(
     "function",
     [
@@ -270,7 +269,6 @@ def test_tensor_that_is_made_inside_is_fine():
     assert torch.equal(called([x]), x * torch.tensor([1.0, 2.0, 3.0]) + torch.arange(3))
 
 
-@few(2)
 @pytest.mark.parametrize(
     ("function", "inputs", "named", "what"),
     [

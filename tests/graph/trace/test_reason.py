@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from tests.settings import default_dtype
-from tests.slow import few
 from torchckpt.graph.trace.guard import guard_of
 from torchckpt.graph.trace.reason import reason_of
 
@@ -31,7 +30,6 @@ def reason(model, before, *args, outside=(), **kwargs):
 X = torch.ones(2, 3)
 
 
-@few(9)
 @pytest.mark.parametrize(
     ("change", "args", "kwargs", "text"),
     [

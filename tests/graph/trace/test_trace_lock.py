@@ -14,7 +14,6 @@ from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.helpers import in_threads
-from tests.slow import few
 from torchckpt import graph
 from torchckpt.graph.private.dynamo import compile_lock
 from torchckpt.graph.trace import capture
@@ -299,7 +298,6 @@ def test_traces_and_compilations_side_by_side():
     run(call, trace, compile_)
 
 
-@few(1)
 @pytest.mark.parametrize("turn", ["calling", "tracing"])
 def test_who_is_interrupted_before_it_begins_keeps_nobody_waiting(turn):
     lock, left = TraceLock(), 0

@@ -186,7 +186,6 @@ def test_leaf_that_requires_a_gradient_is_cast_once_and_another_tensor_each_time
         assert_equal(results[1], results[0])
 
 
-@few(1)
 @pytest.mark.parametrize("around", [True, False])
 def test_backward_inside_an_autocast_is_as_outside(around):
     model, x = Exact(), torch.randn(8, 16)

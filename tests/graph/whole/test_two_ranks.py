@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.distributed.ranks import on_ranks
 from tests.settings import with_gloo
-from tests.slow import few
 from torchckpt import graph
 
 STEPS = 3
@@ -88,7 +87,6 @@ def ranks(tmp_path_factory):
     return on_ranks(all_cases, tmp_path_factory.mktemp("ranks"))
 
 
-@few(3)
 @pytest.mark.parametrize("name", CASES)
 def test_parameters_after_three_steps_are_those_of_the_module_itself(name, ranks):
     for rank in ranks:

@@ -325,7 +325,6 @@ class Numbered(nn.Linear):
         return y
 
 
-@few(4)
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 @pytest.mark.parametrize("stages", [1, 2])
 def test_two_forwards_before_one_backward_go_back_as_without_a_pipe(checkpoint: Any, stages: int) -> None:

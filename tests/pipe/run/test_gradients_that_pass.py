@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.slow import few
 from torchckpt import Pipe
 from torchckpt.pipe.skip import pop, stash
 
@@ -50,7 +49,6 @@ def beside_another() -> nn.Sequential:
     return nn.Sequential(first, nn.Linear(4, 4), nn.Sequential(Shift(), Shift(first.bias)), nn.Linear(4, 4))
 
 
-@few(9)
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 @pytest.mark.parametrize("chunks", [1, 2, 5])
 @pytest.mark.parametrize("make", [skipped, tied, beside_another])

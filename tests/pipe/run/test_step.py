@@ -396,7 +396,6 @@ class Fails(nn.Module):
         self.alive -= 1
 
 
-@few(6)
 @pytest.mark.parametrize(
     ("where", "checkpoint"),
     [("replay", "always"), *itertools.product(["forward", "backward", "loss"], ["always", "never"])],
@@ -424,7 +423,6 @@ def test_an_exception_leaves_nothing_behind_and_the_next_step_works(where: str, 
     assert_same(stepped(pipe, x, x), expected)
 
 
-@few(1)
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_steps_leave_no_object_behind(checkpoint: Any) -> None:
     pipe = torchckpt.Pipe(layers(), [4, 3, 2], chunks=4, checkpoint=checkpoint)

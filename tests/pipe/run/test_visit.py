@@ -179,7 +179,6 @@ def test_views_of_one_tensor_between_stages_are_refused_in_the_forward(step: boo
         )
 
 
-@few(14)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("step", [False, True], ids=["forward", "step"])
 @pytest.mark.parametrize("between", [[], [View()], [View(), nn.Identity()]], ids=len)

@@ -7,7 +7,6 @@ import pytest
 
 from tests.planning.draw.picture import Box, Picture, extent
 from tests.planning.steps import EMPTY, measured, several_stages_a_rank, step
-from tests.slow import few
 from torchckpt.planning.draw.canvas import COLOURS
 from torchckpt.planning.draw.svg import svg
 from torchckpt.planning.draw.units import Units
@@ -36,7 +35,6 @@ def x_of(seconds: float, step_seconds: float) -> float:
     return pytest.approx(LEFT + seconds / step_seconds * (END - LEFT), abs=0.01)  # type: ignore[no-any-return]
 
 
-@few(6)
 @pytest.mark.parametrize("timeline", STEPS.values(), ids=STEPS)
 def test_every_action_has_its_box_in_its_row_on_one_scale_of_time(timeline: Timeline) -> None:
     longest = 1.25 * timeline.step_seconds

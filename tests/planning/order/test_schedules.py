@@ -6,7 +6,6 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from tests.planning.torch_orders import multi, single
-from tests.slow import few
 from torchckpt.errors import ArgumentError
 from torchckpt.planning.order.schedules import (
     dualpipe_v,
@@ -59,7 +58,6 @@ def test_torchs_1f1b_is_off_by_one_on_its_last_rank(p):
     assert theirs[-2:] == [f"{p - 1}F{m}", f"{p - 1}B{m - 1}"]
 
 
-@few(6)
 @pytest.mark.parametrize("p", RANKS)
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 def test_looped_schedules_are_torchs(p, chunks):

@@ -95,7 +95,6 @@ def test_a_host_without_room_changes_nothing():
     assert (plan.step_seconds, plan.choices) == (alone.step_seconds, alone.choices)
 
 
-@few(9)
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_is_chosen_a_rank_keeps_to_its_budget(seed):
     """Also where it waits for a copy out at the boundary at which it takes memory for several copies back."""

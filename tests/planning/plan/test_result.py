@@ -8,7 +8,6 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.planning.plan.published import CASES, gpt
-from tests.slow import few
 from torchckpt.errors import ArgumentError
 from torchckpt.planning import Action, Block, Kind, Stage, one_f_one_b, zero_bubble
 from torchckpt.planning.plan import PipelinePlan, plan_pipeline
@@ -139,7 +138,6 @@ def with_no_budget(stored):
     stored["budget_bytes"][2] = float("nan")
 
 
-@few(14)
 @pytest.mark.parametrize(
     ("edit", "received"),
     [

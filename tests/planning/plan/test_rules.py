@@ -31,7 +31,6 @@ def test_they_simulate_few_steps(name, monkeypatch):
     assert len(counted) * actions <= 2 * (figures._WORK + actions)
 
 
-@few(7)
 @pytest.mark.parametrize("name", ["zbv", "zero_bubble", "1f1b", "interleaved_1f1b"])
 @pytest.mark.parametrize("share", ["35%", "60%", "90%"])
 def test_the_best_of_all_counts(name, share):

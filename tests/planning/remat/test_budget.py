@@ -6,7 +6,6 @@ from fractions import Fraction
 import pytest
 
 from tests.numpy_numbers import is_numpy, np
-from tests.slow import few
 from torchckpt.errors import ArgumentError
 from torchckpt.planning.budget import budget_bytes, bytes_per_rank, check_budget, typed, written
 
@@ -64,7 +63,6 @@ RULE = "the budget is not bytes above 0, a size with a unit such as kB, MiB or G
 WORKS = 'budget="60GB", budget="50%", budget=6e10'
 
 
-@few(19)
 @pytest.mark.parametrize(
     ("budget", "received"),
     [

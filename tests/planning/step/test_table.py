@@ -7,7 +7,6 @@ import re
 import pytest
 
 from tests.planning.policies import early, late, placed
-from tests.slow import few
 from torchckpt.errors import ArgumentError
 from torchckpt.planning import Block, gpipe, one_f_one_b
 from torchckpt.planning.draw.units import Units
@@ -25,7 +24,6 @@ def cells(row: Row) -> list[str]:
     return re.split("  +", table_of([row], Units()).splitlines()[1])
 
 
-@few(5)
 @pytest.mark.parametrize(
     ("p", "m", "link", "at_arrival", "one_ahead", "least", "hidden"),
     [

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.slow import few, slow
+from tests.slow import slow
 from torchckpt.errors import ArgumentError
 from torchckpt.planning.work.partition import balanced
 
@@ -32,7 +32,6 @@ def by_brute_force(costs: list[int], stages: int) -> list[int]:
     return min(all_partitions(len(costs), stages), key=unevenness)
 
 
-@few(21)
 @pytest.mark.parametrize("largest", [0, 1, 3, 50])
 @pytest.mark.parametrize("layers", range(1, 10))
 def test_it_is_the_best_of_all(layers: int, largest: int) -> None:

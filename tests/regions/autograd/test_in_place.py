@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from tests.helpers import plain
-from tests.slow import few
 from torchckpt import Checkpointing, checkpoint
 
 IN_PLACE = "modified by an inplace operation"
@@ -209,7 +208,6 @@ def change_the_output(x, y):
     return x.sin()
 
 
-@few(26)
 @pytest.mark.parametrize("is_view", [False, True])
 @pytest.mark.parametrize("reads", [read, read_both, change_the_output])
 @pytest.mark.parametrize("function", [doubled, doubled_and_more, passed_on, shift_a_view, shift_without_grad])

@@ -54,7 +54,6 @@ def three(block):
     return function
 
 
-@few(19)
 @pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2)], ids=str)
 def test_loss_of_some_outputs(call, device, used):
     block = Block().to(device)

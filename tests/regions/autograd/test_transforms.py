@@ -6,7 +6,6 @@ import torch
 from torch.autograd import forward_ad
 
 from tests.helpers import assert_transparent, by_hand, leaf
-from tests.slow import few
 from torchckpt import Checkpointing, checkpoint
 from torchckpt.errors import TransformError
 
@@ -36,7 +35,6 @@ TRANSFORMS = {
 }
 
 
-@few(36)
 @pytest.mark.parametrize("call", [checkpoint, by_hand], ids=["checkpoint", "by_hand"])
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_transform_around_the_call(call, device, transform):

@@ -127,7 +127,6 @@ def test_equal_with_derivatives_that_are_compiled_too(order):
         assert all(map(torch.equal, values_of(function, x, block.parameters()), expected))
 
 
-@few(2)
 @pytest.mark.parametrize("order", [module_then_compile, compile_then_module, module_of_compiled])
 def test_handle_of_a_compiled_module_leaves_it_compiled(order, monkeypatch):
     handles, original = [], checkpoint_module
@@ -142,7 +141,6 @@ def test_handle_of_a_compiled_module_leaves_it_compiled(order, monkeypatch):
     assert (backend.runs, recomputes.total) == (1, 0)
 
 
-@few(2)
 @pytest.mark.parametrize("order", [module_then_compile, compile_then_module])
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
 def test_a_copy_is_a_region_with_its_own_weights_and_goes_without_what_was_compiled(order, copied):

@@ -19,7 +19,6 @@ from torch.utils.checkpoint import set_checkpoint_debug_enabled
 
 from tests.helpers import leaf
 from tests.settings import without_collector
-from tests.slow import few
 from torchckpt import (
     ArgumentError,
     Checkpointing,
@@ -380,7 +379,6 @@ def made(of: tuple[str, str]) -> re.Pattern[str]:
     return re.compile(rf"\w+ \(.*\) on cpu.*, for {operation}( \(\w+\))? at {re.escape(line_of(mark))}")
 
 
-@few(23)
 def test_the_error_names_both_operations_and_their_lines_in_five_lines(case):
     first, forward, replay, likely, works = message_of(case, debug=True)
     module = ".".join(filter(None, ["blocks.1" if case.forward[0] else case.part.__name__, case.module]))
@@ -414,7 +412,6 @@ def test_a_cache_among_the_arguments_is_the_likeliest_where_another_operation_sa
         outputs.sum().backward()
 
 
-@few(26)
 def test_without_debug_all_but_the_line_of_the_forward_is_known(case):
     _, forward, replay, *_ = message_of(case)
     operation, _ = case.forward

@@ -11,7 +11,6 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from tests.helpers import assert_equal, assert_transparent, clear_gradients, gradients, in_thread, leaf, plain
-from tests.slow import few
 from torchckpt import (
     Checkpointing,
     Pipe,
@@ -124,7 +123,6 @@ CALLS = {
 }
 
 
-@few(10)
 @pytest.mark.parametrize(("region", "same"), CALLS.values(), ids=CALLS)
 def test_a_router_that_would_pick_other_experts(experts, device, region, same):
     x = torch.randn(6, 4, device=device)

@@ -9,7 +9,6 @@ import torch.utils.checkpoint
 from torch import nn
 
 from tests.helpers import Block, assert_program_transparent, by_hand, doing, leaf, plain, run
-from tests.slow import few
 from torchckpt import checkpoint
 from torchckpt.testing import count_recomputes
 
@@ -51,7 +50,6 @@ WAYS = {
 }
 
 
-@few(12)
 @pytest.mark.parametrize("inner_is_last", [False, True], ids=["inner in the middle", "inner last"])
 @pytest.mark.parametrize("calls", WAYS.values(), ids=WAYS)
 def test_three_levels(device, calls, inner_is_last):

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from tests.helpers import Block, assert_equal, assert_program_transparent, assert_transparent, in_thread, leaf
-from tests.slow import few
 from torchckpt import Checkpointing, checkpoint, is_recomputing, keep
 from torchckpt.errors import ArgumentError, RecomputationError
 from torchckpt.testing import flops
@@ -54,7 +53,6 @@ POLICIES = {
 }
 
 
-@few(15)
 @pytest.mark.parametrize("call", [checkpoint, by_hand], ids=["checkpoint", "by_hand"])
 @pytest.mark.parametrize("ops", POLICIES.values(), ids=POLICIES)
 def test_selective_checkpointing(call, device, ops):

@@ -14,7 +14,6 @@ import torch.utils.checkpoint
 from torch import nn
 
 from tests.helpers import assert_equal, assert_program_transparent, gradients, leaf, plain, prefetched
-from tests.slow import few
 from torchckpt import checkpoint, keep
 from torchckpt.errors import ArgumentError
 
@@ -350,7 +349,6 @@ class Around(nn.Module):
         return self.call(self.inner, x, kept=kept).exp().sin()
 
 
-@few(7)
 @pytest.mark.parametrize("how", ["in place", "another", "large", "norm"])
 @pytest.mark.parametrize("inner", [plain, checkpoint])
 def test_buffers_change_once_and_are_read_as_they_were(how, inner):

@@ -46,7 +46,6 @@ def test_weight_halves_of_several_micro_batches_in_any_order(call, device, order
     assert_equal(gradients_of(call), gradients_of(plain))
 
 
-@few(14)
 @pytest.mark.parametrize("seed", [*range(25), *slow(range(25, 50))])
 def test_program(call, device, seed):
     torch.manual_seed(seed)

@@ -9,7 +9,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.helpers import Block, assert_equal, assert_program_transparent, by_hand, in_thread, leaf, plain
 from tests.settings import default_dtype
-from tests.slow import few
 from torchckpt import Checkpointing, checkpoint, is_checkpointing, is_recomputing
 from torchckpt.testing import count_recomputes
 
@@ -98,7 +97,6 @@ def test_setting_around_the_forward_only(device, setting):
     assert settings(device) == before
 
 
-@few(20)
 @EVERY
 def test_setting_around_the_backward_only(device, setting):
     scene, before = Scene(device), settings(device)
@@ -111,7 +109,6 @@ def test_setting_around_the_backward_only(device, setting):
     assert scene.seen[0] == before
 
 
-@few(22)
 @EVERY
 def test_setting_around_both(device, setting):
     scene = Scene(device)
@@ -186,7 +183,6 @@ def test_all_settings_at_once(device):
 # autocast -------------------------------------------------------------------------------------------------------------
 
 
-@few(19)
 @pytest.mark.parametrize("cache_enabled", [True, False], ids=["cache", "no cache"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_around_the_call(call, device, dtype, cache_enabled):

@@ -72,7 +72,6 @@ class Packed(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(lambda tensor: torch.empty(tensor.shape).copy_(tensor), lambda packed: packed)
 
 
-@few(25)
 @CALLS
 @pytest.mark.parametrize("kind", [kind for kind in LAYOUTS if kind not in ("expanded", "overlapping")])
 def test_hooks_that_change_the_layout_do_not_change_that_of_the_replay(call, kind):
@@ -91,7 +90,6 @@ def test_hooks_that_change_the_layout_do_not_change_that_of_the_replay(call, kin
     assert forward == replay
 
 
-@few(12)
 @CALLS
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [x], lambda x: {"x": [x]}], ids=["bare", "list", "dict"])
 def test_inference_tensor_that_is_changed_after_the_forward_is_that_of_the_forward(call, wrap, device):

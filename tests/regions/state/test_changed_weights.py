@@ -8,7 +8,6 @@ from torch._dynamo.testing import CompileCounter
 from torch.func import functional_call
 
 from tests.helpers import Block, assert_equal, by_hand, plain, prefetched
-from tests.slow import few
 from torchckpt import checkpoint, checkpoint_module
 from torchckpt.errors import RecomputationError
 from torchckpt.regions.state import layout
@@ -31,7 +30,6 @@ def closed_over(block, x):
     return checkpoint(lambda x: block(x), x)
 
 
-@few(31)
 @pytest.mark.parametrize("name", ["first.weight", "first.bias", "second.weight", "second.bias"])
 @pytest.mark.parametrize("way", [checkpoint, by_hand, lambda block, x: checkpoint(block.forward, x), closed_over])
 @pytest.mark.parametrize("requires_grad", [False, True])

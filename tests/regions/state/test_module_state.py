@@ -163,7 +163,6 @@ def test_a_buffer_of_a_dtype_that_cannot_be_compared(size):
     assert module[0].weight.grad is not None
 
 
-@few(2)
 def test_the_same_by_hand_and_ahead(call):
     for make in MAKES["spectral_norm"], Average, MAKES["buffer replaced"]:
         expected = steps(make, lambda module, x: module(x))

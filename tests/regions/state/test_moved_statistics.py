@@ -115,7 +115,6 @@ WAYS = {
 }
 
 
-@few(2)
 @pytest.mark.parametrize("call", WAYS.values(), ids=WAYS)
 def test_each_way_to_a_region(call):
     assert_each_is_of_its_own_statistics(model(), ["eval", "train", "eval", "train"], call)

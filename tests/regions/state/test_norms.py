@@ -322,7 +322,6 @@ class Bare(nn.Module):
         return self.layer.forward(input).sin()
 
 
-@few(11)
 @pytest.mark.parametrize("make", [nn.BatchNorm1d, lambda size: nn.InstanceNorm1d(size, track_running_stats=True)])
 def test_layer_whose_bare_forward_is_called(call, device, make):
     module = Bare(make(4)).to(device)

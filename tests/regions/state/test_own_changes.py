@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from tests.helpers import assert_equal, by_hand, plain, prefetched
-from tests.slow import few
 from torchckpt import checkpoint, is_recomputing
 from torchckpt.errors import RecomputationError
 
@@ -80,7 +79,6 @@ def steps(call, module, device, regions=2):
     return left, [value for name, value in vars(module).items() if name == "scale"]
 
 
-@few(6)
 @CALLS
 @pytest.mark.parametrize("make", [Limited, lambda: nn.Sequential(Scale(), nn.Dropout(0.5))], ids=["Limited", "Scale"])
 def test_calls_are_equal_to_plain_ones(call, make, device):
@@ -211,7 +209,6 @@ class NormReadBehind(NormLast):
         return (super().forward(x) / self.norm.running_var.sqrt()).exp() + self.norm.running_mean
 
 
-@few(19)
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, OwnNorm])
 @pytest.mark.parametrize(
     "cls", [NormLast, NormRead, NormReadBehind, NormReadByProperty, NormReadByDecorated, NormReadByFunction]

@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from tests.helpers import Block, assert_equal, by_hand, plain, prefetched
-from tests.slow import few
 from torchckpt import checkpoint
 
 WAYS = [(True, False), (True, True), (False, True)]
@@ -33,7 +32,6 @@ class Loop(nn.Module):
         return x
 
 
-@few(8)
 @pytest.mark.parametrize("call", [checkpoint, by_hand, prefetched], ids=lambda call: call.__name__)
 @pytest.mark.parametrize(("forward_is_cached", "backward_is_cached"), WAYS)
 def test_a_weight_that_is_cached_around_regions_is_computed_as_often_as_in_the_plain_model(

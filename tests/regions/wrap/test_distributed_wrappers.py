@@ -15,7 +15,6 @@ from tests.distributed.ranks import on_ranks
 from tests.distributed.stages import equal
 from tests.helpers import plain
 from tests.settings import with_gloo
-from tests.slow import few
 from torchckpt import checkpoint, checkpoint_module, keep
 from torchckpt.errors import RecomputationError
 from torchckpt.testing import count_recomputes
@@ -294,7 +293,6 @@ def reported(tmp_path_factory):
     return on_ranks(work, tmp_path_factory.mktemp("ranks"), RANKS)
 
 
-@few(32)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", CASES)
 def test_wrapper_with_checkpointing_is_the_wrapper_without(reported, case, way):

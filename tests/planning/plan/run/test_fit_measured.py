@@ -103,7 +103,6 @@ def split_and_whole(waiting=60.0):
     return schedule, [whole, MeasuredStep(placed, early, levels_of)]
 
 
-@few(1)
 @pytest.mark.parametrize("budget", [200, 400, 900])
 def test_weight_gradients_that_wait_are_in_the_budget(budget):
     schedule, took = split_and_whole()
@@ -182,7 +181,6 @@ def test_what_is_no_budget():
         planned(-1, step_with(lambda place: 0))
 
 
-@few(2)
 @pytest.mark.parametrize(("seed", "budget"), [(8, 800), (9, 800), (10, 500)])
 def test_rules_beside_a_plan_fit_as_it_does_and_are_no_shorter(seed, budget):
     """They were counted with the activations alone, and one that did not fit was printed as shorter than the plan."""

@@ -6,7 +6,6 @@ import random
 import pytest
 
 from tests.planning.plan.by_hand import actions, one_rank
-from tests.slow import few
 from torchckpt.planning import Block, Choice, Kind, Schedule, Stage
 from torchckpt.planning.plan import PipelinePlan, plan_pipeline
 from torchckpt.planning.plan.run.order import done_whole, summed_as_given
@@ -48,7 +47,6 @@ def test_split_backwards_are_done_whole_where_sums_stay(given, found):
     assert " ".join(map(str, done_whole(one_rank(given, 2)).ranks[0])) == found
 
 
-@few(29)
 @pytest.mark.parametrize("seed", range(30))
 def test_any_order_is_mended(seed):
     """Of weight gradients that stand anywhere behind those of their inputs."""

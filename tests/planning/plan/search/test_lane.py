@@ -5,7 +5,6 @@ from itertools import product
 
 import pytest
 
-from tests.slow import few
 from torchckpt.planning import Block, Stage
 from torchckpt.planning.order.schedules import named_schedule
 from torchckpt.planning.plan.search.lane import CHOICES, DROP_ORDERS, Holdings, Lane
@@ -20,7 +19,6 @@ def most_kept(lane):
     return max((sum(one.kept for one in held) for held in fitting), default=None)
 
 
-@few(20)
 @pytest.mark.parametrize("budget", [1.0, 1.5, 2.25, 3.0, 4.5])
 @pytest.mark.parametrize(("name", "p", "m"), CELLS)
 def test_of_equal_blocks_as_many_are_kept_as_can_be(name, p, m, budget):
@@ -32,7 +30,6 @@ def test_of_equal_blocks_as_many_are_kept_as_can_be(name, p, m, budget):
             assert sum(one.kept for one in lane.keep(lane.reserve(0, 0, "first", "last"))) == best
 
 
-@few(21)
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("order", DROP_ORDERS)
 @pytest.mark.parametrize("early", [0, 1, 3])

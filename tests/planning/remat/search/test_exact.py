@@ -107,7 +107,6 @@ def test_an_operation_may_have_to_be_repeated_twice():
 # larger steps ---------------------------------------------------------------------------------------------------------
 
 
-@few(1)
 @pytest.mark.parametrize(
     ("flow", "share", "repeats"),
     [(chain(14), 0.5, 9.0), (chain(14), 0.75, 5.0)],

@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 
 from tests.planning.remat.flows import mlp, random_step, resnet
-from tests.slow import few
 from torchckpt.planning.remat.flow.dataflow import Tables
 from torchckpt.planning.remat.flow.incremental import Draft
 from torchckpt.planning.remat.flow.memory import simulate
@@ -43,7 +42,6 @@ def test_what_is_kept_is_not_dropped() -> None:
     assert not any(draft.repeats)
 
 
-@few(1)
 @pytest.mark.parametrize("name", FLOWS)
 def test_the_search_is_never_slower_never_over_the_budget_and_always_the_same(name: str) -> None:
     costs = set()

@@ -7,14 +7,12 @@ import pytest
 from tests.planning.remat.brute_force import fastest
 from tests.planning.remat.flows import random_dag
 from tests.planning.remat.random_flows import random_flow
-from tests.slow import few
 from torchckpt.planning.remat.flow.dataflow import Tables
 from torchckpt.planning.remat.flow.memory import simulate
 from torchckpt.planning.remat.search.planner import solution
 from torchckpt.planning.remat.search.shortest import Shortest
 
 
-@few(8)
 @pytest.mark.parametrize("seed", range(30, 50))
 def test_it_is_as_fast_as_brute_force(seed: int) -> None:
     for flow in (random_flow(seed, 9), random_dag(7, seed)):
