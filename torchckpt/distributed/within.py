@@ -35,7 +35,7 @@ from torchckpt.errors import CheckpointError, Fault, ScheduleError, without_trac
 from torchckpt.measuring.link import MeasuredLink, measured_link
 from torchckpt.measuring.live import LiveBytes
 from torchckpt.measuring.record import with_seconds
-from torchckpt.measuring.shapes import Settings, Shapes, Signature, shapes_of
+from torchckpt.measuring.remembered import Settings, Shapes, Signature, shapes_of
 from torchckpt.modules import is_compiled
 from torchckpt.planning import Action, Choice, Kind, Schedule, State, Timeline
 from torchckpt.planning.budget import Bytes

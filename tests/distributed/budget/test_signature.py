@@ -14,7 +14,7 @@ from tests.settings import with_gloo
 from tests.slow import few, slow
 from torchckpt.distributed import recompute_ahead
 from torchckpt.errors import ScheduleError
-from torchckpt.measuring.shapes import Signature, shapes_of
+from torchckpt.measuring.remembered import Signature, shapes_of
 
 pytestmark = with_gloo
 
