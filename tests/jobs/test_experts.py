@@ -9,7 +9,7 @@ import pytest
 from tests.slow import few, slow
 from torchckpt.jobs import MACHINES, MODELS, Job, Layout, memory_of, plan_job
 from torchckpt.jobs.layout import SOFTWARE, STATES
-from torchckpt.planning.work.collective import Collective
+from torchckpt.planning.work.block import Collective
 
 H100 = MACHINES["h100"]
 MIXTRAL = MODELS["mixtral-8x7b"]
