@@ -335,6 +335,35 @@ def test_recomputed_tensors_are_freed_node_by_node(device, call):
     assert live_at_each_step_of_a_backward(device, call) == [3, 2, 1, 0]
 
 
+class SavesViews(torch.autograd.Function):
+    """In its forward there is no grad, so the views that it saves are leaves, of tensors that have a graph."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x * 2
+        ctx.save_for_backward(x.view(-1), y.view(-1))
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad + 0 * sum(ctx.saved_tensors)
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_views_that_a_function_saves_hold_no_graph(device, call):
+    alive = weakref.WeakSet()
+
+    def function(x):
+        y = x * x
+        alive.add(y)
+        return SavesViews.apply(y).exp()
+
+    x = torch.ones(4, device=device, requires_grad=True)
+    call(function, x).sum().backward()
+    assert not list(alive)
+    assert not kernel_objects()
+
+
 @pytest.mark.usefixtures("no_gc")
 def test_recomputed_tensors_are_kept_where_the_graph_is(device):
     recomputed, x = LiveStorages(only=is_recomputing), torch.zeros(1024, device=device, requires_grad=True)

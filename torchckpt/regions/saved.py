@@ -13,7 +13,15 @@ from torchckpt.regions.private import keep_from_dynamo, look_through
 from torchckpt.tensors import inner_tensors, version_of
 
 __all__ = [
-    "SavedBytes", "bytes_of", "held", "saved_bytes", "storage_of", "storages_of", "telling_of_saved", "unchanged",
+    "SavedBytes",
+    "bytes_of",
+    "has_no_graph",
+    "held",
+    "saved_bytes",
+    "storage_of",
+    "storages_of",
+    "telling_of_saved",
+    "unchanged",
 ]
 
 
@@ -40,9 +48,15 @@ class SavedBytes:
         self._storages.update({key: size for key, size in storages.items() if key not in self._weights})
 
 
+def has_no_graph(tensor: Tensor) -> bool:
+    """Whether no graph is behind ``tensor``, nor behind what it is a view of: one that the forward of an autograd
+    Function makes of its input is a leaf."""
+    return tensor.is_leaf and (tensor._base is None or tensor._base.is_leaf)
+
+
 def held(tensor: Tensor) -> Tensor:
     """What autograd holds for ``tensor``, which it saves: no graph behind it."""
-    return tensor if tensor.is_leaf else tensor.detach()
+    return tensor if has_no_graph(tensor) else tensor.detach()
 
 
 def unchanged(tensor: Tensor, version: int) -> Tensor:

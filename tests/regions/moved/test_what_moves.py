@@ -62,6 +62,22 @@ def test_leaves_that_require_grad_stay(device, hidden):
     assert away(lambda x, y: (x * y).sum(), hidden, lambda: leaf(4, 8, device=device)) == [128]
 
 
+class SavesFlat(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.view(-1))
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad + 0 * ctx.saved_tensors[0].view_as(grad)
+
+
+def test_views_that_a_function_makes_of_its_inputs_are_no_leaves(device, hidden):
+    assert away(lambda x: SavesFlat.apply(x).sum(), hidden) == [128]
+    assert away(lambda x: SavesFlat.apply(x).sum(), lambda: leaf(4, 8, device=device)) == []
+
+
 def test_what_is_there_before_and_needs_no_gradient_stays(device, hidden):
     mask, closed = torch.rand(4, 8, device=device), torch.rand(4, 8, device=device)
     assert away(lambda x, mask: (x * mask * closed).sum(), hidden, lambda: mask) == []

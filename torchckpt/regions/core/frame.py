@@ -36,6 +36,7 @@ from torchckpt.regions.private import (
     outside_transforms,
     settings_of_torch,
 )
+from torchckpt.regions.saved import held
 from torchckpt.regions.state.ambient import Ambient, Generator, RandomState
 from torchckpt.regions.state.module_state import ModuleState
 from torchckpt.regions.state.norms import is_in_call, note_caller
@@ -227,8 +228,7 @@ class Frame:
                 return tensor.detach()
             place = len(fresh)
             if place < total:
-                # detach(): the tensor would keep the graph of the replay alive.
-                saved = tensor.detach().clone() if copies else tensor if tensor.is_leaf else tensor.detach()
+                saved = tensor.detach().clone() if copies else held(tensor)
                 if checked:
                     replay = local.thread.flags[2] if compilations.total != compiled else None
                     compiles = replay is not None and replay.compiles

@@ -17,6 +17,7 @@ from torchckpt.errors import Fault, RecomputationError
 from torchckpt.regions.core.slots import Slot, describe
 from torchckpt.regions.moved.copies import Bytes, goes_from
 from torchckpt.regions.private import negated, set_version, storage_key
+from torchckpt.regions.saved import has_no_graph
 from torchckpt.regions.state.boundary import Hooks
 from torchckpt.tensors import node_name
 
@@ -32,7 +33,7 @@ class MovedSlot(Slot):
 
     def __init__(self, tensor: Tensor, stream: torch.Stream | None = None) -> None:
         super().__init__(tensor, False)
-        self.tensor = tensor if tensor.is_leaf and tensor.requires_grad else tensor.detach()
+        self.tensor = tensor if tensor.requires_grad and has_no_graph(tensor) else tensor.detach()
         self.storages: list[Bytes] = []
         """Those of the tensor that move."""
         self.stream = stream
@@ -81,7 +82,8 @@ def stays(tensor: Tensor, least_bytes: int) -> bool:
     """Whether ``tensor`` stays on its device, whoever else holds it: parameters and their views, what autocast makes of
     them, leaves that require grad, and all that is small, on the host, or no dense memory."""
     whole = tensor if tensor._base is None else tensor._base
-    if isinstance(whole, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf) or _is_cast_of_parameter(whole):
+    is_leaf = tensor.requires_grad and has_no_graph(tensor)
+    if is_leaf or isinstance(whole, nn.Parameter) or _is_cast_of_parameter(whole):
         return True
     return not parts_that_go(tensor, least_bytes)
 
