@@ -13,14 +13,7 @@ from torchckpt.regions.private import keep_from_dynamo, look_through
 from torchckpt.tensors import inner_tensors, version_of
 
 __all__ = [
-    "SavedBytes",
-    "bytes_of",
-    "has_no_graph",
-    "held",
-    "saved_bytes",
-    "storage_of",
-    "storages_of",
-    "telling_of_saved",
+    "SavedBytes", "bytes_of", "has_no_graph", "held", "saved_bytes", "storage_of", "storages_of", "telling_of_saved",
     "unchanged",
 ]
 
