@@ -43,13 +43,13 @@ try:
     from torch._C import _current_autograd_node as running_node  # the one whose backward runs, or None; no public form
     from torch._C import (
         _get_dispatch_stack_at,
+        _is_tracing,  # torch.jit.is_tracing
         _pop_torch_dispatch_stack,
         _push_on_torch_dispatch_stack,
         _storage_Use_Count,
     )
     from torch._C import _is_any_autocast_enabled as autocast_is_on  # torch.is_autocast_enabled, on all devices
     from torch._C import _is_torch_function_enabled as torch_functions_are_seen  # by subclasses; no public form
-    from torch._C import _is_tracing  # torch.jit.is_tracing
     from torch._C import _len_torch_dispatch_stack as dispatch_modes_are_active  # TorchDispatchMode; no public form
     from torch._C import _len_torch_function_stack as modes_are_active  # a torch.device context is a mode on that stack
     from torch._C import _set_grad_enabled as set_grad_enabled  # torch.set_grad_enabled
@@ -307,9 +307,8 @@ def put_under_modes(mode: DispatchMode) -> None:
 def take_from_modes(mode: DispatchMode) -> None:
     """Leave what :func:`put_under_modes` has entered in this thread, if it has: now, or by :func:`leave_modes`.
 
-    The end of inference mode, and what :func:`keys_are_put_back` tells, puts back the keys from before: those of a mode
-    that the thread has no more, so that no tensor could be made in it. Inside of them ``mode`` stays. The garbage
-    collector may call this anywhere.
+    The end of inference mode, and of what :func:`keys_are_put_back` tells, puts back keys of a mode that is there no
+    more, and no tensor could be made. Inside of them ``mode`` stays. The garbage collector may call this anywhere.
     """
     mode.is_over = True
     leave_modes()
@@ -326,7 +325,8 @@ def leave_modes() -> None:
 def keys_are_put_back() -> bool:
     """Whether a mode's ``__torch_dispatch__`` runs, or what ``torch.compile`` returned (``compile_wrapper``)."""
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_name not in ("__torch_dispatch__", "compile_wrapper"):
+    ends = (".__torch_dispatch__", "torch._dynamo.eval_frame.compile_wrapper")
+    while frame is not None and not f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}".endswith(ends):
         frame = frame.f_back
     return frame is not None
 

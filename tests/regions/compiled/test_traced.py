@@ -16,7 +16,7 @@ class Block(nn.Linear):
         return x + super().forward(x).tanh()
 
 
-@pytest.mark.parametrize("how", ({}, {"budget": "95%"}, {"min_bytes": 0}), ids=str)
+@pytest.mark.parametrize("how", [{}, {"budget": "95%"}, {"min_bytes": 0}], ids=str)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
 def test_a_trace_of_regions_passes_its_own_check(device, how):
     """A budget left marks on outputs, and counted a step of it; what goes to a host was copied in the trace."""
