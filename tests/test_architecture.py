@@ -156,8 +156,8 @@ def test_imports_go_down(module):
         ("regions.core.frame", "from torchckpt.pipe import Pipe", ["regions.core.frame imports pipe"]),
         (
             "regions.core.frame",
-            "def f():\n    import torchckpt.pipe.run.lane",
-            ["regions.core.frame imports pipe.run.lane"],
+            "def f():\n    import torchckpt.pipe.run.step",
+            ["regions.core.frame imports pipe.run.step"],
         ),
         ("regions.core.frame", "from torchckpt import testing", ["regions.core.frame imports testing"]),
         ("regions.core.frame", "from torchckpt import checkpoint", ["regions.core.frame imports __init__"]),
@@ -169,7 +169,7 @@ def test_imports_go_down(module):
         ),
         ("regions.core.frame", "from ...pipe import Pipe", ["regions.core.frame imports pipe"]),
         ("regions.core.frame", "from ... import testing", ["regions.core.frame imports testing"]),
-        ("pipe.run.lane", "from torchckpt.distributed import recompute_ahead", ["pipe.run.lane imports distributed"]),
+        ("pipe.run.step", "from torchckpt.distributed import recompute_ahead", ["pipe.run.step imports distributed"]),
         (
             "graph.trace.capture",
             "from torchckpt.regions.core.frame import Frame",
@@ -197,7 +197,7 @@ def test_import_that_goes_up_is_found(module, source, found):
         ("__init__", "from torchckpt.pipe import Pipe\nfrom torchckpt import errors, testing"),
         ("testing.counts", "from torchckpt.regions.core.frame import observers"),
         (
-            "pipe.run.lane",
+            "pipe.run.step",
             "from torchckpt.regions.core.frame import Frame\nfrom torchckpt.pipe.run.pipeline import clock_cycles",
         ),
         (

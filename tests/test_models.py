@@ -69,7 +69,7 @@ def test_model_is_in_training_mode_and_has_this_many_parameters(name, build):
     assert sum(parameter.numel() for parameter in case.model.parameters()) == PARAMETERS[name]
 
 
-@few(5)
+@few(2)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_weights_inputs_and_step_follow_from_the_seed(name, build):
     before = torch.get_rng_state()
@@ -81,14 +81,14 @@ def test_weights_inputs_and_step_follow_from_the_seed(name, build):
     assert not all(map(torch.equal, case.inputs, case.make_inputs(1)))
 
 
-@few(10)
+@few(4)
 @pytest.mark.parametrize("name", [name for name, parameters in PARAMETERS.items() if parameters])
 def test_weights_of_another_seed_differ(name, build):
     first, other = (list(build(name, seed=seed).model.parameters()) for seed in (0, 1))
     assert not all(map(torch.equal, first, other))
 
 
-@few(9)
+@few(3)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_loss_is_a_finite_scalar_and_all_that_it_reads_has_a_gradient(name, build):
     case = build(name)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.slow import few, slow
+from tests.slow import slow
 from torchckpt import checkpoint, checkpoint_module, is_recomputing
 from torchckpt.errors import RecomputationError
 from torchckpt.testing import assert_transparent
@@ -146,7 +146,6 @@ def inputs(seed: int):
     return x.requires_grad_(seed % 4 != 0), {"y": y.requires_grad_(), "z": z}, index
 
 
-@few(27)
 @pytest.mark.parametrize("seed", [*range(50), *slow(range(50, 100))])
 def test_program(seed, device):
     torch.manual_seed(seed)

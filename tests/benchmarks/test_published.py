@@ -41,6 +41,7 @@ def test_step_times(rows):
         assert len(chosen) < 5 or predict.median(chosen) < 12, source
 
 
+@pytest.mark.slow
 def test_memory(rows):
     errors = predict.memories(rows)
     tight = shares(error for error in errors if error.run.source_name in ("zb", "vocabpp"))

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.scripts import ROOT
-from tests.slow import few
 
 PATH_FIRST = "sys.path.insert(0, str(Path(__file__).parents[2]))"
 OURS = ("benchmarks", "examples", "tests", "torchckpt")
@@ -30,7 +29,6 @@ def test_a_script_finds_the_repository_before_it_imports_from_it(name):
     assert first < ours or not ours
 
 
-@few(45)
 @pytest.mark.parametrize("name", FILES)
 def test_a_neighbour_is_imported_by_its_full_name(name):
     stems = {Path(other).stem for other in FILES} | {"gpt", "simulation"}

@@ -237,7 +237,7 @@ def test_a_budget_that_is_too_small_is_answered_by_one_that_works(capsys: pytest
     assert told(f"my_model:mlp --budget {budget}", capsys)["peak_bytes"] <= float(budget.removesuffix("kB")) * 1000
 
 
-@few(15)
+@few(5)
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

@@ -243,7 +243,7 @@ BAD = [
 ]
 
 
-@few(26)
+@few(9)
 @pytest.mark.parametrize(("arguments", "message"), BAD)
 def test_bad_input_is_one_line(capsys, arguments, message):
     assert message in refused(capsys, *SMALL, *arguments)

@@ -113,7 +113,7 @@ def words(command, name, *options):
     return [command, name if ":" in name else f"my_model:{name}", *REST[command], *options]
 
 
-@few(3)
+@few(1)
 @pytest.mark.parametrize("command", REST)
 @pytest.mark.parametrize("target", ["gpt", "pair", "listed"])
 def test_the_same_target_works_for_each(command, target, capsys):
@@ -148,7 +148,7 @@ BAD = [
 ]
 
 
-@few(25)
+@few(9)
 @pytest.mark.parametrize(("command", "target", "message"), BAD)
 def test_a_target_that_does_not_fit_is_named_in_one_line(command, target, message, capsys):
     assert message in refused(capsys, *words(command, target))

@@ -278,6 +278,7 @@ def test_a_model_of_any_size_takes_no_memory_and_draws_no_numbers():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.slow
 def test_a_model_may_be_converted_when_it_is_made():
     def build():
         stages, example, _ = MODELS["llama"]()

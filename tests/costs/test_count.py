@@ -41,7 +41,7 @@ def test_bytes_are_those_of_a_run_whatever_is_recomputed(name, dtype):
             assert real.saved_bytes(number, dropped) == expected, (number, dropped)
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("name", WITHOUT_ATTENTION)
 def test_flops_are_those_of_a_run(name):
     real = Real(MODELS[name])

@@ -252,7 +252,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--jobs", type=int, default=2, help="how many run at once")
     parser.add_argument("--list", action="store_true", help="print what would be taken out, and run nothing")
-    parser.add_argument("--only", default="", help="those whose line holds this, as lane.py or record_stream")
+    parser.add_argument("--only", default="", help="those whose line holds this, as pipeline.py or record_stream")
     parser.add_argument("--first", action="store_true", help="only with the first group of tests")
     chosen = parser.parse_args()
     every = [one for one in mutations() if chosen.only in str(one)]

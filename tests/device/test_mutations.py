@@ -53,7 +53,7 @@ def test_those_of_the_library():
     }
     streams = {one.what for one in every if one.path == "torchckpt/regions/devices.py"}
     assert "current.wait_event(event)" in streams
-    assert "fork(output, *phonies)" in {one.what for one in every if one.path == "torchckpt/pipe/run/lane.py"}
+    assert "fork(output, *phonies)" in {one.what for one in every if one.path == "torchckpt/pipe/run/pipeline.py"}
     for one in every:
         ast.parse(mutated((ROOT / one.path).read_bytes(), one))
 

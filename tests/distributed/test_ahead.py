@@ -81,6 +81,7 @@ def replays(schedule, stages, m=4):
     return found
 
 
+@few(2)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", NAMES[:-3])  # but DualPipeV, whose pairs are one action
 def test_exempt_by_default_is_what_is_free_to_keep(name):
@@ -239,7 +240,7 @@ def test_nothing_is_shown_before_a_step(show):
     assert getattr(schedule, show)() is not None
 
 
-@few(3)
+@few(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", [*SINGLE, *TWO_STAGES])
 def test_report_is_a_table_of_the_steps_and_stages(name):

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchckpt.distributed import record as module
-from torchckpt.distributed.record import combined, gather, larger_level, larger_stage
+from torchckpt.distributed import meeting as module
+from torchckpt.distributed.meeting import combined, gather, larger_level, larger_stage
 from torchckpt.measuring.record import KEPT_STEPS, Record
 from torchckpt.planning import Action, Block, Choice, Kind, Stage, ahead, fixed, gpipe, with_recompute
 from torchckpt.planning.step.measured import Span

@@ -225,7 +225,7 @@ def test_gradients_that_are_cast_where_backwards_are_whole(name, computed, dtype
     assert ["FSDP2 casts gradients" in t for t in texts if "whole backwards" in t] == [True] * is_expected
 
 
-@few(3)
+@few(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"])
 @pytest.mark.parametrize("options", [{}, {"budget": "1GB"}], ids=str)
@@ -298,7 +298,7 @@ def evaluated(schedule, stages, m):
     return [*losses, *([] if output is None else [output])]
 
 
-@few(2)
+@few(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("before", [False, True], ids=["after", "before, between and after"])
 @pytest.mark.parametrize("name", NAMES)

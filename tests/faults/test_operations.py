@@ -191,6 +191,7 @@ MEASURED = [name for name in TOOLS if TOOLS[name].steps > 2]
 LONG = ["Pipe(budget=)", *(name for name in MEASURED if TOOLS[name].steps > 4)]  # Pipe(budget=).step is measured alike
 
 
+@few(1)
 @pytest.mark.parametrize("name", rarely(LONG, MEASURED))
 def test_some_operators_of_steps_that_measure(name: str) -> None:
     shares = [(steps, (steps + 0.5) / TOOLS[name].steps) for steps in range(TOOLS[name].steps)]

@@ -93,7 +93,7 @@ def test_what_a_reference_cycle_holds_is_alive():
     gc.collect()
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("name", ["mlp24", "gpt6", "resnet20", "unet", *slow(["lstm50"])])
 def test_peak_is_at_least_that_of_the_storages_that_operators_return(name):
     case = MODELS[name]()

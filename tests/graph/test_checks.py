@@ -33,7 +33,7 @@ class Printing(Checked):
 OPTIONS = [{}, {"keep": "memory"}, {"budget": "95%"}]
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.usefixtures("gradients_go")
 def test_check_of_a_value(options):
@@ -60,7 +60,7 @@ class _InRegion(nn.Module):
         return graph.region(self.inner)(x)
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_what_is_printed_is_printed_once(options, capfd):
     model, x = Printing(), torch.randn(30, 4)

@@ -9,6 +9,7 @@ from torch import nn
 
 from tests.graph.traced import joint_of, plan_of
 from tests.helpers import leaf
+from tests.slow import few
 from torchckpt.errors import ArgumentError
 from torchckpt.graph import mark
 from torchckpt.graph.keep import POLICIES, Values, check_keep, kept_by, schedule_of
@@ -142,6 +143,7 @@ def test_names_where_there_are_none():
     assert text_of(kept_by, ["h"], Values(joint)).endswith('works:    graph.mark(h, "h") in the model, then keep=["h"]')
 
 
+@few(1)
 @pytest.mark.parametrize(
     ("keep", "received", "works"),
     [

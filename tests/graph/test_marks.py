@@ -129,6 +129,7 @@ def test_region_keeps_what_enters_it_alone(x):
     )
 
 
+@few(1)
 @pytest.mark.parametrize(
     "around",
     [
@@ -219,7 +220,7 @@ def marked(x):
     return mark(k.exp().tanh()).sum()
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize(
     ("keep", "saved", "recomputed"),
     [

@@ -107,6 +107,7 @@ def spread(stage: nn.Module, mesh) -> nn.Module:
     return fully_shard(stage, mesh=mesh["dp"], ignored_params=held)
 
 
+@pytest.mark.slow
 def test_both_ways_give_the_same_costs_of_experts(monkeypatch):
     monkeypatch.setattr(plan_llama, "FeedForward", Experts)
     monkeypatch.setattr(plan_parallel, "parallelize", spread)

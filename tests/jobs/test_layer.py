@@ -9,7 +9,7 @@ from torchckpt.errors import ArgumentError
 from torchckpt.jobs import MACHINES, MODELS, Layout, Model, Software, machine_named
 from torchckpt.jobs.layer import LayerWork, saved_of
 from torchckpt.planning.rates import Product
-from torchckpt.planning.work.collective import Collective
+from torchckpt.planning.work.block import Collective
 
 LLAMA, GPT = MODELS["llama3-8b"], MODELS["gpt3-175b"]
 H100 = MACHINES["h100"]

@@ -116,6 +116,7 @@ def test_nothing_fits():
         search_layouts(MODEL, H100, BASE, host=Host([1, 2], out=1))
 
 
+@few(1)
 @pytest.mark.parametrize(
     ("values", "works"),
     [
@@ -144,6 +145,7 @@ def test_a_short_sequence_is_not_split():
     assert found.reasons["a rank has fewer than 1024 tokens of a sequence"]
 
 
+@few(1)
 @pytest.mark.parametrize(
     "values",
     [
@@ -194,6 +196,7 @@ def test_what_only_the_planner_finds_is_found_without_its_policy(memory):
     assert [plan.step_seconds for plan in found.best] == sorted(plan.step_seconds for plan in found.best)
 
 
+@pytest.mark.slow
 def test_a_host_is_used_without_the_policy():
     base = replace(BASE, sequence=8192, global_batch=32)
     alone, beside = (search_layouts(MODEL, H100, base, 18e9, host) for host in (None, Host("1TB", out="100GB")))

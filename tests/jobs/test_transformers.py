@@ -57,7 +57,7 @@ def parameters(config):
         return sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
 
 
-@few(12)
+@few(4)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_parameters_are_those_of_the_class(model_type, tmp_path):
     """As the configuration is saved, and with nothing but the sizes that have no default."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import torchckpt
-from torchckpt.layers.find import repeated
+from torchckpt.layers.apply import repeated
 
 Case = tuple[str, Callable[[], nn.Module], "dict[str, Tensor] | None"]
 """A name, what makes the model, and the arguments of a step; None: it is not trained."""

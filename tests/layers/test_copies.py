@@ -71,7 +71,7 @@ def test_the_handle_in_a_copy_without_a_budget(copied):
     assert recomputes(other, x) == 0
 
 
-@few(2)
+@few(1)
 @COPIES
 @pytest.mark.parametrize("inside", [True, False])
 def test_copies_of_copies_have_one_hook(copied, inside):

@@ -59,7 +59,7 @@ def fails_in_the_second_backward(model, module):
 FAILS = [drops_the_graph, holds_the_loss, holds_the_error, fails_in_the_second_backward]
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("at", [0, *slow([3]), 5])
 @pytest.mark.parametrize("fails", FAILS)
 def test_the_next_step_follows_the_plan(model, fails, at):
@@ -73,6 +73,7 @@ def test_the_next_step_follows_the_plan(model, fails, at):
             assert replays(model) == planned
 
 
+@few(1)
 @pytest.mark.parametrize("fails", FAILS)
 def test_a_counted_step_is_counted_again(model, fails):
     with torchckpt.checkpoint_layers(model, "layers.*", budget="70%") as handle:

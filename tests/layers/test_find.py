@@ -15,7 +15,7 @@ import torchckpt
 from tests.layers.models import Model, Wide, gradients
 from tests.scripts import run
 from tests.slow import few
-from torchckpt.layers.find import repeated
+from torchckpt.layers.apply import repeated
 
 
 class Stages(nn.Module):

@@ -60,7 +60,7 @@ def test_bytes_are_those_that_are_planned_and_within_the_budget(case, share):
     assert allocated <= plan.budget_bytes + workspace_bytes(run, KERNELS)
 
 
-@few(3)
+@few(1)
 @pytest.mark.parametrize("share", [85, 95])
 def test_no_choice_of_every_kth_layer_that_fits_recomputes_for_less_time(case, share):
     """By the seconds and bytes that the plan is made of."""

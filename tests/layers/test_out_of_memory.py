@@ -139,7 +139,7 @@ def test_wherever_it_is_the_next_plan_takes_less_and_says_so_once(model, device,
         assert not any(known.is_marked for known in handle._steps._known._steps.values())
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("place", [place for place in PLACES if place != "the optimizer"])
 def test_what_torch_has_recovered_from_does_not_count(model, device, place):
     with torchckpt.checkpoint_layers(model, "layers.*", budget="70%") as handle:

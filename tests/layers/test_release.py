@@ -136,7 +136,7 @@ def assert_released(end, device, compiled=False):
         assert not is_counted()
 
 
-@few(3)
+@few(1)
 @pytest.mark.parametrize("end", ENDS)
 def test_on_the_cpu(end):
     assert_released(end, "cpu")
@@ -150,7 +150,7 @@ def test_with_compiled_layers(end):
     assert_released(end, "cpu", compiled=True)
 
 
-@few(2)
+@few(1)
 @pytest.mark.accelerator
 @pytest.mark.parametrize("end", ENDS)
 def test_on_a_device(end, accelerator):

@@ -76,7 +76,7 @@ def taken(model, budget, options):
         return handle.plan, plain, peaks
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("options", [{}, {"early_stop": False}], ids=["", "to the end"])
 @pytest.mark.parametrize(("block", "wide", "budget"), [
     *((Tailed, wide, budget) for wide in (2, 8, 24) for budget in ("70%", "80%", "90%", "100%")), (Nested, 24, "100%"),
@@ -89,7 +89,7 @@ def test_a_plan_has_what_it_takes_beside_what_is_kept(block, wide, budget, optio
     assert plan.kept
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("options", [{}, {"early_stop": False}], ids=["", "to the end"])
 @pytest.mark.parametrize("wide", [2, 24])
 def test_outputs_from_before_it_and_from_it_count_once(wide, options):

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from torchckpt import Pipe, checkpoint_layers
-from torchckpt.measuring.shapes import ModelSettings
+from torchckpt.measuring.remembered import ModelSettings
 
 X = torch.randn(4, 8)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from torchckpt.measuring.shapes import shapes_of
+from torchckpt.measuring.remembered import shapes_of
 
 X = torch.ones(2, 3)
 

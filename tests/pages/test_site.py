@@ -88,6 +88,7 @@ def test_what_a_page_links_to_is_in_the_site_and_what_that_page_links_to() -> No
     assert "torchckpt/pipe/__init__.py" not in places()
 
 
+@pytest.mark.slow
 def test_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     settings = os.environ | {"NO_MKDOCS_2_WARNING": "1"}

@@ -76,7 +76,7 @@ LAYERS = {
 }
 
 
-@few(22)
+@few(9)
 @pytest.mark.parametrize("offset", [0.0, 1e4])
 @pytest.mark.parametrize("parts", [1, 2, 3, 5])  # of 11 rows: 11; 6, 5; 4, 4, 3; 3, 2, 2, 2, 2
 @pytest.mark.parametrize(("make", "shape"), LAYERS.values(), ids=LAYERS)
@@ -345,7 +345,7 @@ def test_a_commit_does_not_disturb_a_backward_that_is_still_to_come() -> None:
 # replays --------------------------------------------------------------------------------------------------------------
 
 
-@few(10)
+@few(4)
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 @pytest.mark.parametrize("rows", [5, 12])  # 5 rows make 2 micro-batches of the 2 rows that BatchNorm needs
 def test_in_a_pipe_replays_do_not_count(device: torch.device, checkpoint: Any, rows: int) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import torchckpt
+from tests.slow import few
 from torchckpt.regions.live import LiveStorages
 
 SIZE, CHUNKS = 16, 4
@@ -56,6 +57,7 @@ def step_of(name: str, layers: list[Block]) -> Callable[[Tensor], object]:
     return lambda x: mse_loss(pipe(x), x).backward()
 
 
+@few(1)
 @pytest.mark.parametrize("name", ["plain", "pipe", "budget", "step"])
 def test_what_is_held_is_let_go_of_by_any_backward(name: str) -> None:
     layers = [Block() for _ in range(4)]

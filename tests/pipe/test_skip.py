@@ -61,7 +61,7 @@ def assert_same(ours: tuple[Tensor, list[Tensor]], expected: tuple[Tensor, list[
     assert all(torch.equal(a, b) for a, b in zip(ours[1], expected[1]))
 
 
-@few(8)
+@few(3)
 @pytest.mark.parametrize("threads", [False, True], ids=["caller", "threads"])
 @pytest.mark.parametrize("checkpointed", [0, 2, 3])
 @pytest.mark.parametrize("balance", [[11], [2, 3, 6], [4, 1, 5, 1], [1] * 11])

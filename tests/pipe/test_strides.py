@@ -68,7 +68,7 @@ def step(model, x, way):
     return [loss.detach(), *gradients], {*down.strides}
 
 
-@few(15)
+@few(6)
 @pytest.mark.parametrize("budget", [None, "100%"])
 @pytest.mark.parametrize("balance", [[2], [1, 1]], ids=str)
 @pytest.mark.parametrize("way", WAYS)

@@ -25,7 +25,7 @@ def step(schedule, cell, choices=None):
     return run(schedule, cell, choices).step_seconds
 
 
-@few(9)
+@few(3)
 @every_cell
 def test_gpipe(cell):
     p, m, tr = cell.p, cell.m, cell.tr
@@ -49,7 +49,7 @@ def test_gpipe(cell):
         assert max(unlimited[1].peak_bytes) <= m * A
 
 
-@few(11)
+@few(4)
 @every_cell
 def test_gpipe_with_one_micro_batch_exempt(cell):
     p, m, tr = cell.p, cell.m, cell.tr
@@ -64,6 +64,7 @@ def test_gpipe_with_one_micro_batch_exempt(cell):
             assert max(timeline.peak_bytes) <= (m - 1) * c + A
 
 
+@few(11)
 @every_cell
 def test_one_f_one_b(cell):
     p, m, tr = cell.p, cell.m, cell.tr

@@ -54,7 +54,7 @@ def has_one_peak(step):
     assert all(curve[-1][1] == 0 for curve in timeline.memory)
 
 
-@few(6)
+@few(2)
 @every_schedule
 @pytest.mark.parametrize(("early", "total"), BLOCKS)
 def test_by_position_and_over_time(name, early, total):
@@ -81,7 +81,7 @@ def test_kept_blocks_are_as_one(name):
         assert (step.seconds, step.peak_bytes) == (one.seconds, one.peak_bytes)
 
 
-@few(7)
+@few(2)
 @every_schedule
 def test_early_blocks_are_as_one(name):
     for schedule, stages, links in cells(name, 2):

@@ -135,7 +135,7 @@ def test_exposed_time_is_at_least_the_bound(seeds):
             assert sum(parts) == pytest.approx(supply.recompute_seconds)
 
 
-@few(2)
+@few(1)
 @in_ten_parts
 def test_the_critical_path_has_no_gap(seeds):
     for seed in seeds:

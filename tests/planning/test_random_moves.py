@@ -18,7 +18,7 @@ def close(values):
     return pytest.approx(values, abs=1e-9)
 
 
-@few(26)
+@few(9)
 @pytest.mark.parametrize("seed", [*SEEDS[:100], *slow(SEEDS[100:])])
 def test_times_and_bytes(seed):
     step = random_moves(seed)

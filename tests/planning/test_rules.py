@@ -40,7 +40,7 @@ def gain(schedule, cell, k, *kept):
     return one - more
 
 
-@few(5)
+@few(2)
 @small_cells
 def test_more_than_one_ahead_gains_at_most_one_recompute_a_step(cell):
     for schedule in [gpipe(cell.p, cell.m), one_f_one_b(cell.p, cell.m), eager_one_f_one_b(cell.p, cell.m)]:
@@ -49,7 +49,7 @@ def test_more_than_one_ahead_gains_at_most_one_recompute_a_step(cell):
         assert 0 <= gain(one_f_one_b(cell.p, cell.m), cell, k, "last_stage") <= cell.tr
 
 
-@few(14)
+@few(5)
 @small_cells
 def test_the_exception_is_gpipe_with_its_last_stage_exempt(cell):
     # The last stage but one idles once, for tf + tb + 2 tc: one ahead recomputes one micro-batch there, unlimited

@@ -120,7 +120,7 @@ def steps_of(name, prepare, use_cache=False):
     return trained(model, lambda batch: model(**batch).loss, [batch_for(name)] * STEPS)
 
 
-@few(4)
+@few(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
 def test_model(name, way):

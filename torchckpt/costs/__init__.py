@@ -7,8 +7,7 @@
     parts             the blocks, and what is before and after them
     mesh              what users call: ``fake_mesh``, ranks that are not there, for stages that are parallelized
     parallel          what one rank tells others, and what FSDP2 gathers
-    operation         FLOPs and moved bytes of operator calls; what an accelerator runs in their place
-    pace              the seconds of an operator call
+    operation         FLOPs, moved bytes and seconds of operator calls; what an accelerator runs in their place
     private           private names of torch
 
 >>> costs = torchckpt.costs.pipeline_costs(stages, "h100")
@@ -16,6 +15,6 @@
 """
 from torchckpt.costs.mesh import fake_mesh
 from torchckpt.costs.pipeline import EFFICIENCY, PipelineCosts, pipeline_costs
-from torchckpt.planning.work.collective import Collective
+from torchckpt.planning.work.block import Collective
 
 __all__ = ["EFFICIENCY", "Collective", "PipelineCosts", "fake_mesh", "pipeline_costs"]

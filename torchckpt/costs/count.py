@@ -22,8 +22,7 @@ from torchckpt.costs.mesh import sharded_over
 from torchckpt.costs.operation import AFTER, BEFORE, BOTH_GRADS, FORWARD, INPUT_GRAD, REPLAY, Ledger
 from torchckpt.costs.parts import Parts
 from torchckpt.modules import imported
-from torchckpt.planning.work.block import Block
-from torchckpt.planning.work.collective import Collective
+from torchckpt.planning.work.block import Block, Collective
 from torchckpt.regions.saved import storage_of, telling_of_saved
 from torchckpt.tensors import inner_tensors, nodes_behind, tensors_in
 from torchckpt.typing import Function

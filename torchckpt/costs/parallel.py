@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchckpt.costs.mesh import Layout
-from torchckpt.costs.operation import AGAIN, BEFORE, BOTH_GRADS, FORWARD, REPLAY, Done, Ledger, storages_in
-from torchckpt.costs.pace import Pace
+from torchckpt.costs.operation import AGAIN, BEFORE, BOTH_GRADS, FORWARD, REPLAY, Done, Ledger, Pace, storages_in
 from torchckpt.costs.private.mesh import bytes_alive, collective_kind, group_of, is_partial
 from torchckpt.errors import Fault, raise_fault
 from torchckpt.planning.device import Device
-from torchckpt.planning.work.collective import Collective
+from torchckpt.planning.work.block import Collective
 from torchckpt.tensors import tensors_in
 
 __all__ = ["ParallelLedger"]

@@ -3,7 +3,7 @@
 The problem: a plan needs costs, and a model that is worth planning needs machines before it can be measured. The
 answer: the stages are made and run, forwards and backwards, with tensors that have a shape and no memory. Bytes are
 those of a run, exactly; FLOPs are counted by torch's flop counter; seconds are those of each operation by its kind and
-size (:mod:`torchckpt.costs.pace`). What eager mode runs is counted, one operation after the other: a compiler that
+size (:mod:`torchckpt.costs.operation`). What eager mode runs is counted, one operation after the other: a compiler that
 fuses operations moves less.
 """
 from __future__ import annotations
@@ -19,14 +19,12 @@ import torch
 from torchckpt.costs.chain import Build, Mesh, counted_chain, profiled_chain
 from torchckpt.costs.count import Counted, Part, Static, counted
 from torchckpt.costs.mesh import Layout, layout_around
-from torchckpt.costs.operation import KERNELS, Ledger
-from torchckpt.costs.pace import Pace, pace_of
+from torchckpt.costs.operation import KERNELS, Ledger, Pace, pace_of
 from torchckpt.costs.profile import device_here, with_seconds
 from torchckpt.errors import CheckpointError, Fault, called, check, raise_fault, text_of
 from torchckpt.planning.device import Device, device_named
 from torchckpt.planning.draw.units import aligned
-from torchckpt.planning.work.block import Block, Link, Stage, fixed, is_amount, is_number
-from torchckpt.planning.work.collective import HEADS, Collective
+from torchckpt.planning.work.block import COLLECTIVE_HEADS, Block, Collective, Link, Stage, fixed, is_amount, is_number
 
 __all__ = ["EFFICIENCY", "PipelineCosts", "pipeline_costs"]
 
@@ -130,7 +128,7 @@ class PipelineCosts:
     def _collectives(self) -> str:
         """The collectives of a block, as a table."""
         rows = [each.cells for each in self._most_collectives]
-        return f"\n\n{aligned([HEADS, *rows])}" if rows else ""
+        return f"\n\n{aligned([COLLECTIVE_HEADS, *rows])}" if rows else ""
 
 
 @called("pipeline_costs()")

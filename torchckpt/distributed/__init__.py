@@ -5,8 +5,7 @@
     ahead             a schedule of torch's that recomputes before gradients arrive
     runtime           torch's runtime, with recomputes among its actions
     moving            blocks that go to the host and come back, at the boundaries that a plan names
-    record            when actions ran, on all ranks; the step that was measured
-    meeting           what ranks tell each other, and when
+    meeting           what ranks tell each other, and when; when actions ran, on all ranks; the step that was measured
     faults            regions that are torch's own, what split backwards leave out, and steps that failed
     private           private names of torch
 """

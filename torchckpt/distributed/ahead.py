@@ -32,9 +32,8 @@ from torchckpt.distributed.faults import (
     raise_without_regions,
     warn_of_compiled_regions,
 )
-from torchckpt.distributed.meeting import all_gather, check_the_same, meeting, together
+from torchckpt.distributed.meeting import Gathered, all_gather, check_the_same, gather, meeting, together
 from torchckpt.distributed.private import Live, LiveStage, finds_shapes, handing_over, in_backward, stages_of
-from torchckpt.distributed.record import Gathered, gather
 from torchckpt.distributed.runtime import Runtime
 from torchckpt.errors import Fault, RegionError, ScheduleError, without_generators
 from torchckpt.measuring.record import Record

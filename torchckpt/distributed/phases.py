@@ -16,8 +16,7 @@ from zlib import crc32
 
 import torch.distributed as dist
 
-from torchckpt.distributed.meeting import all_gather, broadcast, check_the_same
-from torchckpt.distributed.record import Gathered, combined, larger_level
+from torchckpt.distributed.meeting import Gathered, all_gather, broadcast, check_the_same, combined, larger_level
 from torchckpt.errors import ArgumentError, CheckpointError, Fault, called, check, named, raise_fault, without_traceback
 from torchckpt.measuring.link import MeasuredLink
 from torchckpt.measuring.remembered import NEAR, digest

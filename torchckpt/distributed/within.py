@@ -26,16 +26,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchckpt.distributed.ahead import SAME, RecomputeAhead
 from torchckpt.distributed.faults import raise_without_regions, warn_of_whole
-from torchckpt.distributed.meeting import all_gather, check_the_same, none_failed, together
+from torchckpt.distributed.meeting import Gathered, all_gather, check_the_same, none_failed, together
 from torchckpt.distributed.moving import AllMoved, Boundaries, Going
 from torchckpt.distributed.phases import FIRST_STEPS, Following, Measuring
 from torchckpt.distributed.private import Live, drop_handed, hooked_once
-from torchckpt.distributed.record import Gathered
 from torchckpt.errors import CheckpointError, Fault, ScheduleError, without_traceback
 from torchckpt.measuring.link import MeasuredLink, measured_link
 from torchckpt.measuring.live import LiveBytes
 from torchckpt.measuring.record import with_seconds
-from torchckpt.measuring.shapes import Settings, Shapes, Signature, shapes_of
+from torchckpt.measuring.remembered import Settings, Shapes, Signature, shapes_of
 from torchckpt.modules import is_compiled
 from torchckpt.planning import Action, Choice, Kind, Schedule, State, Timeline
 from torchckpt.planning.budget import Bytes

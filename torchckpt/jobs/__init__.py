@@ -9,8 +9,7 @@ No torch is imported, and no model is made: parameters, FLOPs, bytes and collect
     layer                the seconds of one layer; the bytes that it keeps
     layout               how a job is split, its schedule, and what its software keeps
     presets              public models by name
-    model                sizes of a transformer
-    fields               what is wrong with the values of a description
+    model                sizes of a transformer; what is wrong with the values of a description
 """
 from __future__ import annotations
 

@@ -13,9 +13,8 @@ from torchckpt.planning.order.schedule import Schedule, Visit
 from torchckpt.planning.order.schedules import SPLIT
 from torchckpt.planning.rates import Machine
 from torchckpt.planning.step.simulated import Step
-from torchckpt.planning.work.block import NOTHING, Block, Link, Stage, fixed
+from torchckpt.planning.work.block import NOTHING, Block, Collective, Link, Stage, fixed
 from torchckpt.planning.work.choice import Choice, Choices
-from torchckpt.planning.work.collective import Collective
 
 __all__ = ["Job"]
 

@@ -8,8 +8,7 @@ from typing import NamedTuple
 from torchckpt.jobs.layout import Layout
 from torchckpt.jobs.model import Model
 from torchckpt.planning.rates import Machine, Product
-from torchckpt.planning.work.block import Block, fixed
-from torchckpt.planning.work.collective import Collective
+from torchckpt.planning.work.block import Block, Collective, fixed
 
 __all__ = ["Head", "LayerWork", "Saved", "saved_of"]
 

@@ -9,8 +9,7 @@ from math import gcd
 from typing import Any
 
 from torchckpt.errors import ArgumentError, Fault, brief, called, check
-from torchckpt.jobs.fields import odd_fields
-from torchckpt.jobs.model import Model
+from torchckpt.jobs.model import Model, odd_fields
 from torchckpt.planning.order.schedule import Schedule, Visit, in_turn
 from torchckpt.planning.order.schedules import CHUNKS, FOLDED, NAMES, full_name, named_schedule
 

@@ -25,8 +25,8 @@ from torchckpt.planning.plan.result import PipelinePlan
 from torchckpt.planning.plan.search.bound import busiest_seconds
 from torchckpt.planning.rates import Machine
 from torchckpt.planning.step.simulated import Step
+from torchckpt.planning.work.block import COLLECTIVE_HEADS
 from torchckpt.planning.work.choice import Choice
-from torchckpt.planning.work.collective import HEADS
 from torchckpt.planning.work.host import Host
 
 __all__ = ["JobPlan", "drawn", "plan_job"]
@@ -120,7 +120,7 @@ class JobPlan:
         return bound if math.isfinite(bound) else math.nan
 
     def __str__(self) -> str:
-        tables = [list(self._rows()), [HEADS, *(each.cells for each in self.job.collectives)]]
+        tables = [list(self._rows()), [COLLECTIVE_HEADS, *(each.cells for each in self.job.collectives)]]
         return "\n\n".join((self.head, *(aligned(rows) for rows in tables if len(rows) > 1), self.summary))
 
     @property

@@ -1,7 +1,6 @@
 """The layers of one model on one device: which are regions, and within a byte budget which of their calls are kept.
 
-    apply             what users call: ``checkpoint_layers``, and the handle that it returns
-    find              the repeated blocks of a model
+    apply             what users call: ``checkpoint_layers``, and its handle; the repeated blocks of a model
     follow            at each call, which step it is of, and whether it is kept
     step              the step that is running
     agree             the calls that all ranks keep, where they communicate inside of layers

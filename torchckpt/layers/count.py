@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchckpt.layers.took import FIRST_BYTES, Call, Key, Took
-from torchckpt.measuring.inputs import Inputs
 from torchckpt.measuring.live import Watch
+from torchckpt.measuring.saved import Inputs
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.devices import Clock
 from torchckpt.regions.live import LiveStorages, allocator_of

@@ -30,8 +30,7 @@ from torchckpt.layers.count import Counter
 from torchckpt.layers.known import CALLER, KnownStep, KnownSteps, measured
 from torchckpt.layers.plan import LayersPlan, Wish
 from torchckpt.layers.step import MOST_CALLS, PLAIN, Step
-from torchckpt.measuring.remembered import SHOWN, Discarded
-from torchckpt.measuring.shapes import ModelSettings, Shapes, shapes_of
+from torchckpt.measuring.remembered import SHOWN, Discarded, ModelSettings, Shapes, shapes_of
 from torchckpt.planning import Kind
 from torchckpt.regions.core.checkpointing import refuse_transforms, run
 from torchckpt.regions.core.options import Options

@@ -18,8 +18,7 @@ from torchckpt.layers.count import Counter
 from torchckpt.layers.plan import LayersPlan, Wish, chosen, kept_within
 from torchckpt.layers.took import Key, Took, most_of, of_another_size
 from torchckpt.measuring.link import MeasuredLink, measured_link
-from torchckpt.measuring.remembered import LESS, NEAR, Followed, Remembered, digest
-from torchckpt.measuring.shapes import ModelSettings, Shapes
+from torchckpt.measuring.remembered import LESS, NEAR, Followed, ModelSettings, Remembered, Shapes, digest
 from torchckpt.planning.budget import Budget, budget_bytes, enough, whole
 from torchckpt.regions.live import allocator_of
 from torchckpt.regions.moved.copies import copies_of, goes_from

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchckpt.errors import BudgetInfeasible
 from torchckpt.layers.count import Counter
 from torchckpt.layers.known import CALLER, Foreseen, KnownStep, KnownSteps
-from torchckpt.measuring.shapes import Shapes
+from torchckpt.measuring.remembered import Shapes
 from torchckpt.planning import Kind
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import Options

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from torchckpt.errors import CheckpointError, Fault, without_traceback
 from torchckpt.regions.devices import Clock, Stamp, on
-from torchckpt.regions.moved.arena import Piece
-from torchckpt.regions.moved.copies import copies_of
+from torchckpt.regions.moved.copies import Piece, copies_of
 
 __all__ = ["MeasuredLink", "measured_link"]
 

@@ -51,7 +51,7 @@ class Network:
         348.9
 
         Args:
-            kind, size, ranks: as in :class:`~torchckpt.planning.work.collective.Collective`.
+            kind, size, ranks: as in :class:`~torchckpt.planning.work.block.Collective`.
             on_node: the ranks of the group in one node.
         """
         if ranks == 1:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torchckpt.errors import Fault, called, raise_fault
 from torchckpt.planning.device import DEVICES, Device, Network, device_named
-from torchckpt.planning.work.collective import Collective
+from torchckpt.planning.work.block import Collective
 
 __all__ = ["MACHINES", "RATES", "Machine", "Product", "Rates", "machine_named"]
 

@@ -379,7 +379,7 @@ def test_no_step_waits_on_the_host_and_none_but_the_first_pins_memory(sim):
     assert pins == [1, 0, 0, 0]
 
 
-@few(3)
+@few(1)
 @pytest.mark.parametrize("late", ["out", "back", "compute", "nothing"])
 def test_a_step_whose_streams_are_late(sim, copies, compute, late):
     model, step = gpt()

@@ -42,7 +42,7 @@ def assert_equal(received, expected):
     assert all(torch.equal(*pair) for pair in zip(received, expected, strict=True))
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("step", [False, True], ids=["backward", "step"])
 @pytest.mark.parametrize("checkpoint", MODES)
 def test_two_stages_on_two_devices(sim, checkpoint, step):

@@ -229,7 +229,7 @@ def program(module, x, target, checkpoint, lookahead=1, step=False):
     return run
 
 
-@few(5)
+@few(2)
 @pytest.mark.parametrize("late", LATE)
 @pytest.mark.parametrize("options", PROGRAMS.values(), ids=PROGRAMS)
 @pytest.mark.parametrize("where", DEVICES, ids=["input here", "input there"])

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tests.helpers import in_threads
+from tests.slow import few
 
 
 class Attention(nn.Module):
@@ -104,6 +105,7 @@ def test_training_has_the_cpus_bits(sim, model, optimizer):
     assert sim.counts().synchronous == {}
 
 
+@few(3)
 @pytest.mark.parametrize("seed", range(3))
 def test_training_is_the_same_whatever_the_delays(sim, model, seed):
     expected = trained(*model, "cpu", OPTIMIZERS["SGD"])

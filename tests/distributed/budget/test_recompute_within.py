@@ -347,7 +347,7 @@ def test_the_report_shows_planned_beside_measured():
     assert schedule.timeline().peak_bytes == report.measured.peak_bytes == report.measured_peak_bytes
 
 
-@few(2)
+@few(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("early", "late"), [((), (0, 1)), ((1,), (0,)), ((0, 1), ())])
 def test_what_a_backward_of_a_plan_recomputes_stands_before_it(early, late):

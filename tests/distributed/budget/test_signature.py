@@ -14,7 +14,7 @@ from tests.settings import with_gloo
 from tests.slow import few, slow
 from torchckpt.distributed import recompute_ahead
 from torchckpt.errors import ScheduleError
-from torchckpt.measuring.shapes import Signature, shapes_of
+from torchckpt.measuring.remembered import Signature, shapes_of
 
 pytestmark = with_gloo
 
@@ -149,7 +149,7 @@ def differ(*keywords):
         step(schedule, stages, *batch(4), **keywords[number == 5])
 
 
-@few(2)
+@few(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     "keywords",
@@ -167,6 +167,7 @@ def test_a_value_of_another_type_is_no_other_shape(keywords):
     differ(*keywords)
 
 
+@few(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("keywords", "received", "planned"),

@@ -279,6 +279,7 @@ def test_running_statistics(name):
 # what runs around a step ----------------------------------------------------------------------------------------------
 
 
+@few(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", ["Schedule1F1B", *TWO_STAGES])
 def test_autocast_around_a_step(name):
@@ -309,7 +310,7 @@ def test_other_numbers_of_micro_batches(name, m):
     assert_same(name, m=m)
 
 
-@few(3)
+@few(1)
 @not_on_old_stages("a shorter micro-batch is refused")
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", ["ScheduleGPipe", *TWO_STAGES])
@@ -321,7 +322,7 @@ def test_rows_that_the_micro_batches_do_not_divide_on_one_rank(name):
     assert_same(name, drive=drive)
 
 
-@few(3)
+@few(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", ["ScheduleGPipe", *TWO_STAGES])
 def test_metadata_that_the_stages_are_given(name):
@@ -358,7 +359,7 @@ def test_first_step_infers_metadata_and_leaves_no_trace(name):
     assert_same(name, drive=drive)
 
 
-@few(2)
+@few(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", ["ScheduleGPipe", *TWO_STAGES])
 def test_outputs_that_nobody_wants(name):
@@ -370,7 +371,7 @@ def test_outputs_that_nobody_wants(name):
     assert_same(name, drive=drive)
 
 
-@few(3)
+@few(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", ["ScheduleGPipe", *TWO_STAGES])
 def test_sums_of_losses_are_not_scaled(name):

@@ -86,6 +86,7 @@ def trained(make, prepare, backend=None):
     return [*losses, *gradients], recomputes.total
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(OLD, reason="torch 2.11 alone: gloo cannot send to itself")
 def test_split_backwards_of_compiled_blocks_within_a_budget():
     """A backward that is whole when AOTAutograd compiles it, as in torch's search for shapes, cannot be split later."""

@@ -75,7 +75,7 @@ def peak(name, count=1, m=4, mode=None, regions="ours"):
 NONE = {"exempt": "none"}
 
 
-@few(3)
+@few(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", [*SINGLE, "ScheduleInterleaved1F1B", "ScheduleLoopedBFS"])
 def test_with_a_region_per_stage_the_peak_is_that_of_stock_checkpointing(name):
@@ -134,7 +134,7 @@ def test_a_replay_that_stands_before_a_pair_is_alive_in_the_forward_of_that():
 # afterwards -----------------------------------------------------------------------------------------------------------
 
 
-@few(4)
+@few(2)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("Schedule")])
 @pytest.mark.parametrize("mode", [{}, {"segments": 1}, *slow([{"exempt": "none"}, {"segments": 0}])], ids=str)

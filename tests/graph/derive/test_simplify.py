@@ -175,7 +175,7 @@ FORMS = {
 }
 
 
-@few(45)
+@few(16)
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("first", FORMS)
 @pytest.mark.parametrize("second", FORMS)
@@ -382,7 +382,7 @@ GRADIENTS = [
 ]
 
 
-@few(4)
+@few(1)
 @pytest.mark.parametrize("batch", [(), (2,), (2, 3)], ids=["mm", "bmm", "bmm of two batch dimensions"])
 @pytest.mark.parametrize(("a", "b", "da", "db"), GRADIENTS, ids=["AB", "AB'", "A'B", "A'B'"])
 def test_gradients_of_a_product_as_relax_has_them(a, b, da, db, batch):

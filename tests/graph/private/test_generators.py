@@ -64,7 +64,7 @@ PYTHON = {
 }
 
 
-@few(8)
+@few(2)
 @pytest.mark.parametrize("function", TORCH, ids=lambda function: function.__name__)
 @pytest.mark.parametrize("seed", [3, 5])
 def test_generator_that_a_forward_sets_is_refused(function, seed):

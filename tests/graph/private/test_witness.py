@@ -67,14 +67,14 @@ PLACES = {
 }
 
 
-@few(4)
+@few(1)
 @pytest.mark.parametrize("place", PLACES)
 def test_tensor_that_is_left_is_an_error(place):
     with pytest.raises(CaptureError, match=r"leaves a tensor somewhere[\s\S]*that outlives the call"):
         graph.rematerialize(leaving(place), torch.ones(2, 4))
 
 
-@few(8)
+@few(3)
 @pytest.mark.parametrize("place", sorted({*PLACES} - {"a parameter"}))
 def test_so_it_is_where_gradients_are_asked_for(place):
     """A parameter that a function closes over is the parameter itself."""
@@ -227,7 +227,7 @@ def begins_with_the_data(model, x, y):
     return y
 
 
-@few(3)
+@few(1)
 @pytest.mark.parametrize("does", [counts, begins_with_the_data])
 @pytest.mark.parametrize("rematerialize", [graph.rematerialize, graph.rematerialize_])
 def test_forward_that_does_something_else_each_time_is_refused_and_has_set_nothing(does, rematerialize):

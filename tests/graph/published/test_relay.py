@@ -90,6 +90,7 @@ def test_free_variables_of_the_expression_get_their_gradients_outside(tensors):
     assert_equal(adjoint(*tensors[:2])[1], gradients(function, tensors[:2]))
 
 
+@few(1)
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_what_is_d_regions_deep_runs_d_plus_1_times(depth, tensors):
     def nested(x, left):
@@ -112,7 +113,7 @@ def nest(x, depth, width):
     return x
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize(
     ("depth", "width"), slow_but([(1, 1), (2, 3), (3, 2), (4, 1), (4, 2)], product([1, 2, 3, 4], [1, 2, 3]))
 )
@@ -124,6 +125,7 @@ def test_nothing_that_is_d_regions_deep_runs_more_than_d_plus_1_times(depth, wid
     assert_equal(adjoint(tensors[0])[1], gradients(lambda x: nest(x, depth, width).sum(), tensors[:1]))
 
 
+@few(1)
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_what_leaves_all_regions_is_there_for_them_too(depth, tensors):
     """Read outside, by a square's gradient, before the gradient of the outermost region is."""

@@ -104,7 +104,7 @@ def x():
     return torch.randn(3, 4)
 
 
-@few(5)
+@few(2)
 @pytest.mark.parametrize(
     "checkpoints",
     ["collection", "speed", "memory", ["hidden"], ["hid"], ["h*n"], ["first", "second"], ["sec"], None,

@@ -116,6 +116,7 @@ def test_a_share_is_of_the_plan_that_has_room_for_kernels(monkeypatch):
     assert call.plan.peak_bytes <= call.plan.budget_bytes
 
 
+@pytest.mark.slow
 @by_kernels
 def test_the_least_that_an_error_names_has_room_for_kernels(monkeypatch):
     monkeypatch.setattr("torch._inductor.cpu_vec_isa.valid_vec_isa_list", list)

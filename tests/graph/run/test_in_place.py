@@ -245,6 +245,7 @@ def test_twice_is_refused_and_so_is_a_forward_on_the_instance():
         graph.rematerialize_(other)
 
 
+@few(1)
 @pytest.mark.parametrize(
     ("example", "options", "error"),
     [((inputs(),), {"budget": 1}, BudgetInfeasible), (([1],), {}, ArgumentError), ((), {"budget": "x"}, ArgumentError),

@@ -112,7 +112,7 @@ class Overlapping(nn.Module):
         return self.view(self.layer(x))
 
 
-@few(3)
+@few(1)
 @pytest.mark.parametrize(
     "view",
     [

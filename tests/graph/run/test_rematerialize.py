@@ -125,7 +125,6 @@ def trained(call, model, steps=2, seed=0, make=SGD):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-@few(1)
 @pytest.mark.parametrize("make", [SGD, partial(torch.optim.AdamW, lr=0.01)], ids=["sgd", "adamw"])
 def test_three_steps_of_an_optimizer(make):
     received, expected = build(), build()
@@ -400,7 +399,7 @@ EXPANDED = pytest.mark.skipif(
 )
 
 
-@few(3)
+@few(1)
 @pytest.mark.parametrize(
     "function",
     [

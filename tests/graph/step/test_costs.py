@@ -27,7 +27,7 @@ def pointwise():
     return node_of("sin", lambda x: x.sin().sum(), leaf(10))
 
 
-@few(4)
+@few(1)
 @pytest.mark.parametrize(
     ("name", "function", "inputs", "flops"),
     [

@@ -124,7 +124,7 @@ def test_integers_are_ones_too_where_that_is_a_place():
     assert seen == [[0, 0], [1, 1], [0, 0]]
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize(
     ("mode", "sparse"), [("sum", False), ("sum", True), ("mean", False), ("mean", True), ("max", False)]
 )

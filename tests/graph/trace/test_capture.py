@@ -101,7 +101,7 @@ def test_layers_of_code_that_look_at_values_in_eager_alone():
     assert torch.equal(capture(function, x)([x]), x.sin())
 
 
-@few(8)
+@few(3)
 @pytest.mark.parametrize("kind", [MemoryError, torch.OutOfMemoryError, ValueError, RuntimeError, AssertionError])
 @pytest.mark.parametrize("failing", [0, 1])
 def test_error_of_the_function_that_is_raised_once_is_not_lost(kind, failing):

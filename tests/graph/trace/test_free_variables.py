@@ -239,7 +239,7 @@ def test_mapping_that_loads_what_it_is_asked_for_is_not_asked():
         model(x).sum().backward()
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("kind", [dict, collections.OrderedDict, collections.Counter, UserDict])
 def test_mapping_of_python_is_looked_into(kind, traces):
     settings = kind(scale=2)

@@ -223,7 +223,7 @@ def test_what_a_forward_sets_on_one_module_counts_on_others(traces):
 # arguments ------------------------------------------------------------------------------------------------------------
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("values", [(1, 1.0), (1, True), (0.0, -0.0), (0.5, 0.25)])
 def test_constants_that_are_not_the_same(values, traces):
     class Scaled(nn.Linear):
@@ -248,7 +248,7 @@ class Reduced(nn.Linear):
         return {Kind.MEAN: torch.mean, torch.float64: torch.sum, torch.amax: torch.amax}.get(how, torch.sum)(y)
 
 
-@few(3)
+@few(1)
 @pytest.mark.parametrize("how", [Kind.MEAN, torch.float64, torch.amax, None, "sum", float("nan")], ids=str)
 def test_constants_of_every_kind_are_traced_once(how, traces):
     net, x = Reduced(3, 2), torch.randn(4, 3)
@@ -341,7 +341,7 @@ LEAVINGS = {
 }
 
 
-@few(3)
+@few(1)
 @pytest.mark.parametrize(("name", "leave"), LEAVINGS.values(), ids=LEAVINGS)
 def test_tensor_that_a_forward_leaves_on_a_module(name, leave):
     net = nn.Sequential(nn.Linear(3, 3), Leaving(leave))
@@ -376,6 +376,7 @@ MAKINGS = {
 }
 
 
+@few(1)
 @pytest.mark.parametrize("make", MAKINGS.values(), ids=MAKINGS)
 def test_what_a_forward_makes_on_its_module(make):
     """The model can be called afterwards as before."""

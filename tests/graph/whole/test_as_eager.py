@@ -61,7 +61,7 @@ def test_fused_lstm_is_one_operation_and_its_workspace_is_seen():
 UPSAMPLINGS = ["nearest", "nearest-exact", "bilinear", "bicubic", "area"]
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize(
     ("mode", "options"), [pytest.param(mode, options, marks=pytest.mark.slow if (at + number) % 2 else ())
     for at, mode in enumerate(UPSAMPLINGS) for number, options in enumerate(POLICIES)], ids=str,
@@ -98,14 +98,14 @@ def test_loss_of_many_labels():
     compare(net, graph.rematerialize(net, x, labels), x, labels, loss=lambda loss: loss)
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("activation", [nn.Softshrink(), nn.Hardshrink(), nn.Hardtanh(), nn.LogSigmoid(), nn.Mish()])
 def test_activations(activation):
     net, x = nn.Sequential(nn.Linear(9, 9), activation, nn.Linear(9, 9)), leaf(5, 9)
     compare(net, graph.rematerialize(net, x, keep="memory"), x)
 
 
-@few(3)
+@few(1)
 @pytest.mark.parametrize("probability", [0.0, 0.15, 1.0])
 @pytest.mark.parametrize("options", [*POLICIES, {"rng": "replay", "keep": "memory"}], ids=str)
 def test_dropout_of_any_share(probability, options):
@@ -184,7 +184,7 @@ class Loss(nn.Linear):
         return self.loss(super().forward(x), target)
 
 
-@few(3)
+@few(1)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_losses_that_return_a_scalar_in_what_they_reduced(loss):
     planned, measured = peaks(Loss(loss), torch.randn(50, 100), torch.rand(50, 100))

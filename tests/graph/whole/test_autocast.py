@@ -124,7 +124,7 @@ def test_autocast_inside_alone():
     compare(model, graph.rematerialize(model), torch.randn(8, 16))
 
 
-@few(2)
+@few(1)
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_backend_that_runs_operations_as_they_are(model):
     if "Recurrent" in type(model).__name__:

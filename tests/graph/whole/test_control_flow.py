@@ -82,6 +82,7 @@ def test_branch_that_draws_runs_once():
     compare(model, step, x)
 
 
+@pytest.mark.slow
 def test_gradient_of_a_function_with_branches():
     def loss_of(x, w):
         return torch.cond(x.sum() > 0, lambda x, w: (x @ w).sin(), lambda x, w: (x @ w).cos(), (x, w)).sum()

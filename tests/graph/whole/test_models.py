@@ -186,6 +186,7 @@ def test_budget(name, share):
     assert plan.recomputed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt6", *slow(["unet"])])
 def test_budget_in_bytes(name):
     eager_peak_bytes = graph.rematerialize(WithLoss(case := build(name)), *case.inputs).plan.eager_peak_bytes

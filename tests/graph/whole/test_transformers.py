@@ -126,6 +126,7 @@ def trained(model, folder, **options):
     return trainer, [losses, trainer.label_names, trainer.evaluate()["eval_loss"], dict(model.state_dict())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, pytest.param({"bf16": True}, marks=pytest.mark.slow)])
 def test_trainer_trains_as_ever(tmp_path, options, capsys):
     _, expected = trained(gpt2(), tmp_path, **options)

@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.slow import few
 from torchckpt import Pipe, checkpoint_module
 
 
@@ -18,7 +17,6 @@ class Block(nn.Module):
         return torch.tanh(self.linear(x)).sin()
 
 
-@few(1)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which Dynamo looks at
 @pytest.mark.parametrize("is_region", [False, True], ids=["plain", "region"])
 def test_the_counted_step_runs_compiled_layers_compiled(is_region, fresh_dynamo):

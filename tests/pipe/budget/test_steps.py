@@ -457,7 +457,6 @@ def test_a_step_of_a_plan_is_reported_as_it_was(drops):
         assert measured <= planned
 
 
-@few(1)
 @pytest.mark.parametrize("drops", [True, False])
 def test_gradients_that_are_there_count_once(drops):
     """In one backward of all micro-batches autograd adds up their gradients beside those that are there."""

@@ -94,7 +94,7 @@ def test_the_replay_runs_while_the_copy_of_its_gradient_is_delayed(chunks: int, 
     assert any(done_before_copies_begin() for _ in range(5))  # a core that others have may be late
 
 
-@few(3)
+@few(1)
 @pytest.mark.parametrize("lookahead", [1, 2])
 @pytest.mark.parametrize("checkpoint", ["always", "except_last"])
 def test_recomputing_changes_no_bit_with_dropout(checkpoint: Any, lookahead: int) -> None:

@@ -78,7 +78,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 }
 
 
-@few(18)
+@few(7)
 @pytest.mark.parametrize("args", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("requires_grad", [False, True])

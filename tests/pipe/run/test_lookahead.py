@@ -74,7 +74,7 @@ def test_the_order_of_one_lane(lookahead: int, checkpointed: int, picture: str) 
     assert " ".join(one_stage(4, lookahead, checkpointed)) == picture
 
 
-@few(40)
+@few(17)
 @pytest.mark.parametrize("threads", [False, True], ids=["caller", "threads"])
 @pytest.mark.parametrize("checkpoint", ["always", "except_last"])
 @pytest.mark.parametrize("lookahead", [1, 2, 3])

@@ -125,7 +125,7 @@ def assert_equal(ours: list[Tensor], expected: list[Tensor], is_same: Any = torc
     assert [place for place, (a, b) in enumerate(zip(ours, expected)) if not is_same(a, b)] == []
 
 
-@few(4)
+@few(2)
 @pytest.mark.parametrize("seed", [*range(20), *slow(range(20, 200))])
 def test_a_random_sequential(seed: int) -> None:
     drawn = case(seed)

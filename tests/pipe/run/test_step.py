@@ -57,7 +57,7 @@ def stepped(pipe: torchckpt.Pipe, *args: Any, loss_fn: Any = mse_loss, **kwargs:
     return loss, gradients(pipe)
 
 
-@few(20)
+@few(8)
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 @pytest.mark.parametrize("reduce", ["mean", "sum"])
 @pytest.mark.parametrize("chunks", [1, 3, *slow([2, 8])])
@@ -72,6 +72,7 @@ def test_it_is_the_plain_module_micro_batch_by_micro_batch(
     assert_same(stepped(pipe, x, target, reduce=reduce), expected)  # a step leaves nothing to the next
 
 
+@few(6)
 @pytest.mark.parametrize("chunks", [1, 2, 5, 7])
 @pytest.mark.parametrize("balance", [[9], [4, 5], [3, 3, 3], [3, 1, 1, 3, 1]])
 def test_recomputing_changes_no_bit_with_dropout(balance: list[int], chunks: int) -> None:
@@ -346,7 +347,7 @@ def counted(p: int, m: int, checkpoint: Any) -> list[Counted]:
     return stages
 
 
-@few(18)
+@few(7)
 @pytest.mark.parametrize("m", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
 def test_a_stage_keeps_as_many_micro_batches_as_there_are_stages_to_the_end(p: int, m: int) -> None:

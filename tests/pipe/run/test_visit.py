@@ -119,7 +119,7 @@ class MicroBatches(nn.Module):
             self.layers(rows.clone()).square().sum().backward()
 
 
-@few(23)
+@few(9)
 @pytest.mark.parametrize("make", RIGHT.values(), ids=RIGHT)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("chunks", [1, 4])
@@ -261,7 +261,7 @@ MODELS: dict[str, Any] = {
 }
 
 
-@few(24)
+@few(10)
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("options", [{"checkpoint": mode} for mode in MODES] + [{"budget": 10**9}], ids=str)
 @pytest.mark.parametrize("before", [validation, inference, gradient_of_the_input])

@@ -63,7 +63,7 @@ def test_measured_times_are_drawn_to_scale() -> None:
     ]
 
 
-@few(13)
+@few(4)
 @pytest.mark.parametrize("p", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("link", [0.0, 0.25, 0.37, 1.0])
 @pytest.mark.parametrize("width", [40, 80, 160])

@@ -28,14 +28,14 @@ WAYS: dict[str, Callable[[Timeline], str]] = {
 }
 
 
-@few(12)
+@few(4)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("timeline", STEPS.values(), ids=STEPS)
 def test_steps(timeline: Timeline, way: Callable[[Timeline], str]) -> None:
     assert faults(Picture(way(timeline))) == []
 
 
-@few(25)
+@few(9)
 @pytest.mark.parametrize("budget_share", [None, 0.0, 0.01, 0.5, 0.99, 1.3])
 @pytest.mark.parametrize("name", FLOWS)
 def test_plans(name: str, budget_share: float | None) -> None:

@@ -136,6 +136,7 @@ def test_a_recompute_that_waits_for_a_copy_out_begins_no_sooner_by_an_error_of_r
     assert (rank.bytes, rank.clock) == (2.25, 9.55)
 
 
+@few(1)
 @pytest.mark.parametrize("seed", [26, 161, 188, 315])
 def test_whatever_is_chosen_the_search_counts_as_the_step_does(seed):
     """Also where a recompute waits for copies out, and a copy back is issued, and (315) where a block moves nothing."""

@@ -19,6 +19,7 @@ LONGER = {(2, 4, 2, 2, 1): (36, 35)}
 """The one plan that is not the shortest, with copies of two forwards and room for one block: its step, the shortest."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [SIZES, pytest.param(MORE, marks=pytest.mark.slow)])
 def test_every_plan_is_the_shortest(sizes):
     for (p, m, n), k, budget in product(sizes, (1, 2, 4), (1, 2, 3, 4)):

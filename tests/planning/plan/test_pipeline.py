@@ -25,7 +25,7 @@ EACH = [(share, case) for case in CASES for share in SHARES]
 LONG = [(30, "C"), (30, "F")]
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize(("share", "case"), slow_but([each for each in EACH if each not in LONG], EACH))
 def test_no_longer_than_published(case, share):
     schedule, stages, link = CASES[case]
@@ -42,7 +42,7 @@ def test_no_longer_than_published(case, share):
     assert all(peak <= budget * (1 + 1e-9) for peak, budget in zip(counted.peak_bytes, plan.problem.budget_bytes))
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize(
     ("p", "m", "n"), [pytest.param(*sizes, marks=pytest.mark.slow if sizes[1] > 16 else ()) for sizes in ONE_F_ONE_B]
@@ -88,7 +88,7 @@ MORE = [65, *range(107, 112), *range(200, 400)]
 """Two in which what is dropped last in its rank is not what is used last; and some more."""
 
 
-@few(3)
+@few(1)
 @pytest.mark.parametrize("seed", [*TINY, *slow(MORE)])
 def test_near_the_best_of_all_plans(seed):
     arguments = random_tiny(Random(seed))
@@ -108,7 +108,7 @@ def check_least(*arguments):
         check(error.plan)
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("kinds", [1, 2, *slow([3])])
 @pytest.mark.parametrize("name", ["zero_bubble", "zbv", "dualpipe_v"])
 def test_stages_that_hold_nothing(name, kinds):
@@ -122,7 +122,7 @@ def test_stages_that_hold_nothing(name, kinds):
             check_least(schedule, own, share)
 
 
-@few(6)
+@few(2)
 @pytest.mark.parametrize("seed", range(12))
 def test_parts_that_take_nothing(seed):
     """No bytes, no seconds backwards, nothing freed, on schedules that split backwards."""

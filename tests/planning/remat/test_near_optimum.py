@@ -20,7 +20,7 @@ def copies_buffers(flow: Dataflow) -> bool:
     return any(flow.forward_results & set(operation.repeat.writes) for operation in flow.operations)
 
 
-@few(13)
+@few(4)
 @pytest.mark.parametrize("seed", [*range(25), 165, *slow(range(25, 100))])
 def test_tiny_steps_beside_brute_force(seed):
     flow = random_flow(seed)

@@ -26,7 +26,7 @@ from torchckpt.planning import (
 every_cell = pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"p{cell.p}-m{cell.m}-tc{cell.tc}")
 
 
-@few(23)
+@few(8)
 @every_cell
 @pytest.mark.parametrize("kept", [(), ("last_stage",)], ids=["all", "but_last"])
 def test_in_any_order(cell, kept):
@@ -38,7 +38,7 @@ def test_in_any_order(cell, kept):
     assert found.overhead_seconds == max(max(0, recomputed[j] * cell.tr - (p - 1 - j) * hop) for j in range(p))
 
 
-@few(11)
+@few(4)
 @every_cell
 def test_of_gpipe_is_reached(cell):
     schedule = early(gpipe(cell.p, cell.m))
@@ -46,7 +46,7 @@ def test_of_gpipe_is_reached(cell):
     assert bound(schedule, cell.costs, cell.link).step_seconds == timeline.step_seconds
 
 
-@few(18)
+@few(6)
 @every_cell
 def test_what_supplies_free_recomputation(cell):
     p, m = cell.p, cell.m
@@ -119,7 +119,7 @@ COSTS = {
 }
 
 
-@few(17)
+@few(6)
 @pytest.mark.parametrize("name", COSTS)
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("kept", [(), ("last_stage",)], ids=["all", "but_last"])

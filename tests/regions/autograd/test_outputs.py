@@ -24,7 +24,7 @@ EXTRAS = {
 }
 
 
-@few(40)
+@few(17)
 @pytest.mark.parametrize("position", [0, 1, 2])
 @pytest.mark.parametrize("extra", EXTRAS.values(), ids=EXTRAS)
 def test_output_of_any_kind_in_any_position(call, device, extra, position):

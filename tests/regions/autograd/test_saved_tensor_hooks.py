@@ -185,7 +185,7 @@ AFTERWARDS = {
 }
 
 
-@few(20)
+@few(8)
 @pytest.mark.parametrize("afterwards", AFTERWARDS)
 @pytest.mark.parametrize("is_dropped", [False, True])
 @pytest.mark.parametrize("function", [changes_what_it_saved, changes_its_input, changes_its_output])

@@ -62,7 +62,7 @@ def test_input_half_replays_and_weight_half_does_not(call, device):
     assert totals == ([1, 0, 0] if call.__name__ == "prefetched" else [0, 1, 0])
 
 
-@few(14)
+@few(6)
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]], ids=str)
 def test_weight_halves_of_several_micro_batches_in_any_order(call, device, order):
     def gradients_of(call):

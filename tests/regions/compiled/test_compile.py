@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_block_inside_a_region(call, device, backend):
     block = Block().to(device)
@@ -103,7 +103,6 @@ def test_compiled_block_is_replayed_once(device):
     assert recomputes.total == 1
 
 
-@few(1)
 def test_compiled_blocks_in_nested_regions(device):
     blocks = nn.ModuleList(Block() for _ in range(2)).to(device)
     inner, outer = (torch.compile(block, backend="aot_eager") for block in blocks)
@@ -307,7 +306,6 @@ def test_region_by_hand_inside_a_full_graph_says_what_works(device):
         function(leaf(3, 4, device=device))
 
 
-@few(1)
 def test_region_inside_compiled_code_without_gradients(device):
     block, x = Block().to(device).eval(), torch.randn(3, 4, device=device)
     with torch.no_grad():

@@ -262,6 +262,7 @@ def test_a_replay_in_another_thread():
     assert all(map(torch.equal, values(in_a_thread, block, x), values(twin, twin, x)))
 
 
+@pytest.mark.slow
 def test_layers_of_a_pipe():
     layers, x = nn.Sequential(Counted(norm=False), Counted(norm=False)), torch.randn(8, 4)
 

@@ -101,7 +101,7 @@ def values_of(function, x, parameters):
     return [output.detach(), *torch.autograd.grad(output.sin().sum(), [x, *parameters])]
 
 
-@few(4)
+@few(1)
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
 def test_compiled_code_runs_in_the_forward_and_in_the_replay(order, fullgraph):
@@ -117,7 +117,7 @@ def test_compiled_code_runs_in_the_forward_and_in_the_replay(order, fullgraph):
     assert backend.graphs == 1
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
 def test_equal_with_derivatives_that_are_compiled_too(order):
     block, x = Block(), leaf(3, 4)
@@ -177,7 +177,7 @@ ORDERS = [module_then_compile, compile_then_module, module_of_compiled, torch.co
 QUICK = [(order, mode, mode == "always") for order in ORDERS for mode in ("except_last", "always")]
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize(
     ("order", "checkpoint_mode", "step"),
     slow_but(QUICK, product(ORDERS, ["never", "except_last", "always"], [False, True])),
@@ -243,7 +243,7 @@ MADE = {
 }
 
 
-@few(3)
+@few(1)
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE)
 def test_a_tensor_that_compiled_code_makes(make):
     """As that of a number: torch counts versions otherwise in the call that compiles."""

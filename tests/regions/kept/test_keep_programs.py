@@ -133,7 +133,7 @@ def split(y, leaves):
     return gradients(*leaves)
 
 
-@few(5)
+@few(2)
 @pytest.mark.parametrize("backward", [whole, double, retained, split])
 @pytest.mark.parametrize("first", range(0, 60, 20))
 def test_random_programs(backward, first):

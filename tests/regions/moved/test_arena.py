@@ -12,9 +12,8 @@ import torch
 from tests.helpers import leaf
 from tests.regions.moved.calls import sizes
 from torchckpt.errors import CheckpointError
-from torchckpt.regions.moved import arena as arenas
 from torchckpt.regions.moved import copies
-from torchckpt.regions.moved.arena import Arena
+from torchckpt.regions.moved.copies import Arena
 from torchckpt.regions.moved.region import Moved
 
 CPU = torch.device("cpu")
@@ -23,7 +22,7 @@ MIB = 2**20
 
 @pytest.fixture
 def arena(monkeypatch):
-    monkeypatch.setattr(arenas, "_CHUNK_BYTES", 4096)
+    monkeypatch.setattr(copies, "_CHUNK_BYTES", 4096)
     return Arena(CPU)
 
 

@@ -14,7 +14,6 @@ from tests.helpers import leaf
 from tests.models import MODELS
 from tests.models.image import Basic
 from tests.models.sequence import Block
-from tests.slow import few
 from torchckpt import offload, offload_layers
 from torchckpt.regions.flags import local
 from torchckpt.regions.moved.copies import copies_of
@@ -124,7 +123,6 @@ def test_what_is_on_the_device_after_a_forward_is_what_stays(accelerator, make, 
     assert allocated() == before
 
 
-@few(1)
 @pytest.mark.parametrize("make", CASES)
 def test_gradients_are_those_of_the_plain_model_and_nothing_is_left(accelerator, make):
     case, of = make(accelerator)

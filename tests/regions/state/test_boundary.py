@@ -35,7 +35,7 @@ LAYOUTS = {
 }
 
 
-@few(60)
+@few(25)
 @CALLS
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_replay_gets_the_strides_of_the_forward(call, kind, device):

@@ -99,7 +99,7 @@ def test_an_index_that_becomes_its_complement_is_other_values():
         loss.backward()
 
 
-@few(6)
+@few(2)
 @pytest.mark.parametrize("dtype", [d for d in NARROW + WIDE if d != torch.bool], ids=str)
 def test_fingerprint_changes_with_any_one_element_and_with_any_swap(dtype):
     tensor = example(dtype, 24)
@@ -178,6 +178,7 @@ def test_fingerprint_does_not_depend_on_how_much_is_read_at_once(chunk, dtype, m
     assert fingerprint(tensor) == whole
 
 
+@pytest.mark.slow
 def test_fingerprint_takes_a_multiple_of_a_chunk_and_not_of_the_tensor(monkeypatch):
     monkeypatch.setattr(slots, "_CHUNK", 2**10)
     tensor = torch.randn(2**19)

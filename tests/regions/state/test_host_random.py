@@ -114,7 +114,7 @@ OF_PROCESS = random.getstate.__self__, numpy.random.mtrand._rand
 SOURCES = [as_generator(source) for source in (*OF_PROCESS, OWN, NEW, OF_TORCH, BITS)]
 
 
-@few(24)
+@few(10)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("region", [checkpoint, by_hand])

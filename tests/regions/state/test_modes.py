@@ -20,7 +20,7 @@ def counter(around, what):
     return FlopCounterMode(display=False) if around in (what, "both") else nullcontext()
 
 
-@few(11)
+@few(4)
 @AROUND
 @pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize("check", ["default", "values"])

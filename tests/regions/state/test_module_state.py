@@ -121,7 +121,7 @@ def by_module(module, x):
         return module(x)
 
 
-@few(14)
+@few(6)
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore:.*torch.nn.utils.spectral_norm")
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature", "ignore:.*spectral_norm. is deprecated")
 @pytest.mark.parametrize("way", [checkpoint, by_method, by_argument, by_module], ids=lambda way: way.__name__)

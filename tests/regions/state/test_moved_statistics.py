@@ -88,14 +88,14 @@ def assert_each_is_of_its_own_statistics(module, modes, call, between=checkpoint
     assert all(map(torch.equal, statistics, module.buffers()))
 
 
-@few(19)
+@few(7)
 @pytest.mark.parametrize("modes", [["eval", "train"], ["train", "eval"], ["eval", "train", "eval", "train", "eval"]])
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
 def test_layer(make, modes):
     assert_each_is_of_its_own_statistics(model(make), modes, checkpoint)
 
 
-@few(21)
+@few(9)
 @pytest.mark.parametrize("way", ["plain", "without gradients"])
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
 def test_layer_that_trains_outside_of_regions(make, way):

@@ -50,7 +50,7 @@ def assert_statistics_equal(call, program, module, *inputs):
         assert own.get(name, buffer) is buffer
 
 
-@few(24)
+@few(10)
 @pytest.mark.parametrize(("make", "shape"), LAYERS.values(), ids=LAYERS)
 def test_layer(call, device, make, shape):
     def program(call, layer, x):

@@ -222,7 +222,7 @@ WAYS = {
 }
 
 
-@few(51)
+@few(21)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", SOURCES)
 def test_generator_among_the_arguments(call, kind, way, device):

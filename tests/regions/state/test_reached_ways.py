@@ -314,7 +314,7 @@ def program(call: Any, function: Any, x: torch.Tensor, mode: str) -> torch.Tenso
     return call(region, x).cos()  # type: ignore[no-any-return]
 
 
-@few(8)
+@few(3)
 @pytest.mark.parametrize("mode", ["training", "no_grad", *slow(["frozen", "inference_mode"])])
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_statistics_are_those_of_plain_training(way: Any, mode: str) -> None:

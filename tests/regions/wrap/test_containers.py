@@ -41,7 +41,7 @@ CONTAINERS = {
 }
 
 
-@few(33)
+@few(13)
 @pytest.mark.parametrize("container", CONTAINERS.values(), ids=CONTAINERS)
 def test_container_in_and_out(call, device, container):
     block = Block().to(device)

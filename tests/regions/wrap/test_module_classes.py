@@ -167,7 +167,7 @@ def test_copy_of_a_traced_graph_checkpoints_too():
     assert step(copy.deepcopy(traced))[1] == 1
 
 
-@few(2)
+@few(1)
 @pytest.mark.parametrize("how", ["module.compile()", "torch.compile(module)", "torch.compile(around)"])
 def test_compiled_module_is_a_region_all_the_same(how):
     """One of ours, or inside of a compiled graph one of torch's."""

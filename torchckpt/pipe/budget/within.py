@@ -22,8 +22,7 @@ from torch.utils import _pytree as pytree
 
 from torchckpt.errors import BudgetInfeasible, CheckpointError, Fault, check, without_generators
 from torchckpt.measuring.live import Watch
-from torchckpt.measuring.remembered import LESS, NEAR, SHOWN, Discarded, Followed, Remembered
-from torchckpt.measuring.shapes import ModelSettings, shapes_of
+from torchckpt.measuring.remembered import LESS, NEAR, SHOWN, Discarded, Followed, ModelSettings, Remembered, shapes_of
 from torchckpt.modules import faults_of_lazy
 from torchckpt.pipe.budget.count import Count, Counted
 from torchckpt.pipe.budget.plan import fit, graph_order, parts_of, placement_of, step_order, whole_bytes

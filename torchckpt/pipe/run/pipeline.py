@@ -15,9 +15,10 @@ micro-batch i between stage j and stage j + 1 run, with look-ahead k:
 
 R(i, j), the ``Recompute`` of the region, runs before the Wait [3] that makes its stream wait for the copied gradient,
 and needs nothing that depends on this gradient. So it overlaps the copy, and the whole backward of micro-batch i in
-later stages. ``lane.py`` decides what it waits for, and what waits for it. Edges of phonies carry no data, so they
-never make a stream wait for another. If no input of the region requires grad (the first stage), or the region has
-several outputs, no ``Checkpoint`` can take the phony of R(i-k, j), and the region's outputs take it.
+later stages. ``Lane``, the regions of one stage in order, decides what it waits for, and what waits for it: how far
+ahead of its backwards replays may run. Edges of phonies carry no data, so they never make a stream wait for another. If
+no input of the region requires grad (the first stage), or the region has several outputs, no ``Checkpoint`` can take
+the phony of R(i-k, j), and the region's outputs take it.
 
 In the forward, a Wait node waits itself. In the backward, the engine waits: before it runs a node, it makes the node's
 stream, which was current in its forward, wait for the streams that made the node's gradients. So at [7] the stream of
@@ -31,7 +32,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from typing import Any, NamedTuple
+from itertools import chain, repeat, zip_longest
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -40,17 +42,96 @@ from torch.profiler import record_function
 from torchckpt.errors import check
 from torchckpt.pipe.microbatch import MicroBatch
 from torchckpt.pipe.partition import Stage
-from torchckpt.pipe.run.lane import Edges, Lane, before
 from torchckpt.pipe.run.links import Place, copy, wait
-from torchckpt.pipe.run.visit import InFlight, Part, Regions, of_caller, visit
+from torchckpt.pipe.run.visit import InFlight, Part, Regions, Replay, of_caller, visit
 from torchckpt.pipe.run.worker import RunTasks, in_caller, is_bound_to_caller, keep_workers, workers
 from torchckpt.planning import Action, Kind
 from torchckpt.regions.core.frame import Frame
-from torchckpt.regions.core.nodes import checkpoint
+from torchckpt.regions.core.nodes import checkpoint, fork, join, recompute
 from torchckpt.regions.devices import on
 from torchckpt.regions.private import profiler_is_on
 
 __all__ = ["clock_cycles", "in_profile", "run_pipeline"]
+
+Edges: TypeAlias = list[list[Tensor]]
+"""For each output of the stage, its phonies. Each output has its own ``Recompute`` nodes, of the same frame: with
+common nodes, a backward would enter branches that its loss does not use."""
+
+
+class Lane:
+    """The lane of one stage in one forward: its regions in order. (On paper, a ``Lane`` is a rank.)
+
+    With look-ahead k, the backward of a lane runs the replays R and the backwards B of its regions in a fixed order,
+    no matter when the gradients arrive. For k = 2:
+
+        R3 R2 B3 R1 B2 R0 B1 B0
+
+    R(i) comes between B(i+k) and B(i+k-1), so at most k micro-batches hold recomputed activations. With k = 1, *one
+    ahead*, R(i) runs as soon as B(i+1) is done, while the gradient of micro-batch i is still on its way. The edges:
+
+        B(i+k)  before  R(i):     R(i)'s phony goes into the Checkpoint of micro-batch i+k, the last node of B(i+k).
+                                  If that region has no Checkpoint, the phony goes into its output. R(i) was made
+                                  before that region ran, in the same thread, so the engine runs the region first
+        R(i)  before  B(i+k-1):   R(i) is made of phonies forked from the outputs of micro-batches i to i+k-1
+
+    The last k regions have no B(i+k). Their replays are joined to the last micro-batch's output, so they run first.
+    """
+
+    def __init__(self, lookahead: int) -> None:
+        self._lookahead = lookahead
+        self._frames: list[Replay | None] = []  # by micro-batch; None: nothing is replayed early
+        self._forked: list[Edges] = []  # by micro-batch
+
+    def due(self) -> Edges:
+        """The replay, if there is one, that runs after the backward of the next micro-batch.
+
+        Call it before anything else is done for that micro-batch.
+        """
+        place = len(self._frames) - self._lookahead
+        return self._replays(place, place + 1) if place >= 0 else []
+
+    def passed(self, frame: Replay | None, outputs: tuple[Tensor, ...], due: Edges) -> tuple[Tensor, ...]:
+        """Add the next micro-batch's region. Return ``outputs`` with the forks at which its backward waits for its
+        replay, and with the replays of ``due`` joined.
+
+        If the last micro-batches keep their activations, ``due`` is not joined: the backward that needs it starts the
+        replay. On a last stage all gradients arrive at once, and without streams a replay overlaps nothing.
+        """
+        self._frames.append(frame)
+        if not any(self._frames[-self._lookahead :]):  # no replay will depend on these outputs
+            self._forked.append([])
+            return outputs
+        edges = chain(due, repeat([]))
+        pairs = zip(outputs, edges)
+        forked = [fork(output, *phonies) if output.requires_grad else (output, None) for output, phonies in pairs]
+        self._forked.append([[] if edge is None else [edge] for _, edge in forked])
+        return tuple(tensor for tensor, _ in forked)
+
+    def rest(self) -> Edges:
+        """The replays that run before the backward of the last micro-batch. Call it after the last ``passed``."""
+        count = len(self._frames)
+        return self._replays(max(0, count - self._lookahead), count)
+
+    def _replays(self, first: int, end: int) -> Edges:
+        return _together([self._replay(place) for place in range(first, end)])
+
+    def _replay(self, place: int) -> Edges:
+        frame = self._frames[place]
+        forked = _together(self._forked[place : place + self._lookahead])
+        return [] if frame is None else [[recompute(frame, *edges)] if edges else [] for edges in forked]
+
+
+def before(outputs: tuple[Tensor, ...], replays: Edges) -> tuple[Tensor, ...]:
+    """``outputs`` as new tensors. The backward of each runs before its ``replays``."""
+    joined = list(outputs)
+    for place, (tensor, edges) in enumerate(zip(outputs, replays)):
+        if edges and tensor.requires_grad:
+            joined[place] = join(tensor, *edges)
+    return tuple(joined)
+
+
+def _together(several: list[Edges]) -> Edges:
+    return [list(chain.from_iterable(edges)) for edges in zip_longest(*several, fillvalue=[])]
 
 
 def clock_cycles(m: int, p: int) -> Iterator[list[tuple[int, int]]]:

@@ -5,8 +5,8 @@
     quickest          where ``R`` goes if seconds are known
     measured          a real step, in the same types
     simulated         ``Step``, and everything that follows from it
-    engines           the engines beside the compute that copy blocks to a host and back
-    boundary          bytes from boundary to boundary, where blocks are away
+    boundary          bytes from boundary to boundary, where blocks are away; the engines beside the compute that copy
+                      these to a host and back
     placement         where ``R`` goes
     timeline          what comes out; why it takes so long
     memory            bytes by position

@@ -18,8 +18,7 @@ from torchckpt.planning.figures import Event, Message
 from torchckpt.planning.order.program import NOTHING, Program, Run, compile_program, run
 from torchckpt.planning.order.schedule import BACKWARDS, Action, Kind, Schedule, Visit
 from torchckpt.planning.order.validity import check_order, check_schedule
-from torchckpt.planning.step.boundary import Places, levels_of_places, places_of
-from torchckpt.planning.step.engines import Engines, host_curve, host_peak
+from torchckpt.planning.step.boundary import Engines, Places, host_curve, host_peak, levels_of_places, places_of
 from torchckpt.planning.step.memory import Change, Curve, Level, changes_of, curve, levels_of
 from torchckpt.planning.step.placement import recomputed_early, with_recompute
 from torchckpt.planning.step.timeline import Timeline, critical_path, message_of

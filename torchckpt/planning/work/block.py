@@ -2,6 +2,8 @@
 
 Everywhere in this package ``saved_bytes`` includes the block's input, ``boundary_bytes``: what a block holds if it is
 kept is ``saved_bytes``, what it holds if it is recomputed is ``boundary_bytes``.
+
+A collective is one communication between ranks, counted of a model's own code or of a description.
 """
 from __future__ import annotations
 
@@ -10,13 +12,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, TypeAlias, TypeGuard, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeGuard, TypeVar
 
 from torchckpt.errors import Fault, brief, called, raise_fault
 
 __all__ = [
-    "NOTHING", "Block", "Link", "Links", "Stage", "Stages", "fixed", "is_amount", "is_number", "per_boundary",
-    "per_stage", "restaged",
+    "COLLECTIVE_HEADS", "NOTHING", "Block", "Collective", "Link", "Links", "Stage", "Stages", "fixed", "is_amount",
+    "is_number", "per_boundary", "per_stage", "restaged",
 ]
 
 
@@ -299,3 +301,34 @@ def is_amount(value: object) -> bool:
 def is_number(value: object) -> TypeGuard[float]:
     """Whether it is a number; an integer above all floats is none."""
     return isinstance(value, float) or (type(value) is not bool and isinstance(value, int) and abs(value) <= _LARGEST)
+
+
+COLLECTIVE_HEADS = ("a block", "collective", "over", "bytes", "times")
+"""Those of a table of collectives."""
+
+
+class Collective(NamedTuple):
+    """A collective of one rank, and how often it occurs.
+
+    >>> gather = Collective("all_gather", 134217728, 8, "tp", "forward", 2)
+    >>> gather.bytes * gather.count
+    268435456
+    """
+
+    kind: str
+    """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``, ``permute`` (to one rank)."""
+    bytes: int
+    """Bytes of one rank: the larger of its input and its output."""
+    ranks: int
+    """The size of the group."""
+    dimension: str
+    """The name of the mesh's dimension; empty if it is unknown."""
+    phase: str
+    """``forward``, ``backward``, ``replay`` or ``step``."""
+    count: int = 1  # type: ignore[assignment]  # a tuple counts
+    """How often it occurs in the phase, of one micro-batch."""
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Its row in a table."""
+        return self.phase, self.kind, f"{self.dimension} ({self.ranks})", f"{self.bytes / 1e6:.4g} MB", f"{self.count}"

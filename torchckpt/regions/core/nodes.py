@@ -26,7 +26,7 @@ class Checkpoint(Function):
 
     Its node is the last of the region's backward for that input: it runs when the gradient of the input is computed. It
     moves the recomputed tensors from the frame into their slots: if no unpack has done so, the frame would hold them
-    all. After it the nodes that made the phonies may run, such as the next replay of a lane (``pipe/run/lane.py``).
+    all. After it the nodes that made the phonies may run, such as the next replay of a lane (``pipe/run/pipeline.py``).
     """
 
     @staticmethod

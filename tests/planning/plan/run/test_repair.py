@@ -31,7 +31,7 @@ def peaks(plan, beside):
     return peaks_of(plan.step, beside)
 
 
-@few(9)
+@few(3)
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("make", [one_f_one_b, zero_bubble])
 @pytest.mark.parametrize("state", [State.KEPT, State.EARLY])

@@ -51,7 +51,7 @@ def test_separators(reads, separating):
     assert separators(reads) == separating
 
 
-@few(105)
+@few(38)
 @pytest.mark.parametrize("seed", range(200))
 def test_separators_are_the_nodes_whose_removal_disconnects(seed):
     reads = random_reads(seed)

@@ -67,7 +67,7 @@ def test_the_same_schedule_every_time(name: str) -> None:
     assert fit(flow, budget).schedule == fit(flow, budget).schedule
 
 
-@few(8)
+@few(3)
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
 @pytest.mark.parametrize("seed", [*range(5), *slow(range(5, 20))])
 def test_of_a_dozen_operations_no_schedule_is_faster(seed: int, share: float) -> None:

@@ -1,12 +1,10 @@
 """Away: plans that also send blocks to a host, and their bound.
 
     bound             no such plan is shorter
-    search            the choices of all ranks
+    search            the choices of all ranks; a few numbers that give those of one
     simulator         a step, or one rank of it
-    recipe            a few numbers that give the choices of a rank
     rank              what a rank does at each boundary
-    outlook           its choices, and what it can expect
-    work              what stages take
+    outlook           its choices, and what it can expect; what stages take
 """
 from __future__ import annotations
 

@@ -15,8 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from torchckpt.planning.order.schedule import Kind
-from torchckpt.planning.plan.away.outlook import Gene, Outlook
-from torchckpt.planning.plan.away.work import Work
+from torchckpt.planning.plan.away.outlook import Gene, Outlook, Work
 from torchckpt.planning.plan.search.lane import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Lane
 from torchckpt.planning.work.host import Host
 

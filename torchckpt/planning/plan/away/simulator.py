@@ -5,9 +5,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torchckpt.planning.order.program import Run, run
-from torchckpt.planning.plan.away.outlook import Gene, Habits, Outlook, Times
+from torchckpt.planning.plan.away.outlook import Gene, Habits, Outlook, Times, Work
 from torchckpt.planning.plan.away.rank import Rank, Unfit
-from torchckpt.planning.plan.away.work import Work
 from torchckpt.planning.plan.problem import Problem
 from torchckpt.planning.work.host import Host
 
