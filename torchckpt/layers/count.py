@@ -27,7 +27,7 @@ from torchckpt.regions.devices import Clock
 from torchckpt.regions.live import LiveStorages, allocator_of
 from torchckpt.regions.moved.region import LEAST_BYTES
 from torchckpt.regions.moved.slot import stays
-from torchckpt.regions.private import after_backward, parametrized, put_under_modes
+from torchckpt.regions.private import after_backward, keep_from_dynamo, parametrized, put_under_modes
 from torchckpt.regions.saved import storage_of, storages_of
 from torchckpt.tensors import tensors_in
 
@@ -266,6 +266,9 @@ class Counter:
         model = self._model()
         self.lost_bytes = 0 if model is None else self._live.lost(model.parameters())
         self._note(Kind.END)  # what comes now is of the step if another backward of it does
+
+
+keep_from_dynamo(Counter._ended)
 
 
 def _begun_collectives() -> dict[dist.ProcessGroup, int]:

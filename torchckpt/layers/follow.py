@@ -63,7 +63,8 @@ _ON_OTHERS = (
 _UNSEEN = 2
 _NOT_SEEN = (
     "no call of a chosen layer was seen in the model's last calls, so there is no plan: compile its layers and not the "
-    "whole model, or use graph.backend(budget=...); have no other regions around the layers"
+    "whole model, before this call or by layer.compile(), or use graph.backend(budget=...); have no other regions "
+    "around the layers"
 )
 
 

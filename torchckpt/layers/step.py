@@ -275,4 +275,4 @@ class Step:
             raise
 
 
-keep_from_dynamo(Mark.__call__)
+keep_from_dynamo(Mark.__call__, Step.backward_ended)

@@ -30,12 +30,12 @@ __all__ = [
     "DeviceContext", "DispatchMode", "after_backward", "alive", "allow_kernels", "apply_of", "autocast_is_on",
     "batch_norm_layer", "bytes_now", "caching_mode", "compiler_of", "compiler_stance", "dispatch_modes_are_active",
     "forward_ad", "frame_of_torch", "function_modes", "functorch_is_active", "heeds_hooks", "hooks_entered",
-    "hooks_in_force", "is_exporting", "is_fake", "is_of_newest_node", "is_tracing", "keep_from_dynamo",
-    "kept_by_policies", "kernels_allowed", "keys_are_put_back", "leave_modes", "look_through", "modes_are_active",
-    "mutation_is_allowed", "negated", "newest_node", "norm_layer", "number_of", "only_hooks", "outside_transforms",
-    "packed_by", "parametrized", "pop_hooks", "profiler_is_on", "push_hooks", "put_under_modes", "running_node",
-    "set_grad_enabled", "set_version", "settings_of_torch", "storage_key", "take_from_modes",
-    "torch_functions_are_seen", "use_count", "use_stance", "with_torch_functions", "without_selective_modes",
+    "hooks_in_force", "is_exporting", "is_fake", "is_of_newest_node", "keep_from_dynamo", "kept_by_policies",
+    "kernels_allowed", "keys_are_put_back", "leave_modes", "look_through", "modes_are_active", "mutation_is_allowed",
+    "negated", "newest_node", "norm_layer", "number_of", "only_hooks", "outside_transforms", "packed_by",
+    "parametrized", "pop_hooks", "profiler_is_on", "push_hooks", "put_under_modes", "running_node", "set_grad_enabled",
+    "set_version", "settings_of_torch", "storage_key", "take_from_modes", "torch_functions_are_seen", "use_count",
+    "use_stance", "with_torch_functions", "without_selective_modes",
 ]
 
 try:
@@ -43,13 +43,13 @@ try:
     from torch._C import _current_autograd_node as running_node  # the one whose backward runs, or None; no public form
     from torch._C import (
         _get_dispatch_stack_at,
+        _is_tracing,  # torch.jit.is_tracing
         _pop_torch_dispatch_stack,
         _push_on_torch_dispatch_stack,
         _storage_Use_Count,
     )
     from torch._C import _is_any_autocast_enabled as autocast_is_on  # torch.is_autocast_enabled, on all devices
     from torch._C import _is_torch_function_enabled as torch_functions_are_seen  # by subclasses; no public form
-    from torch._C import _is_tracing as is_tracing  # torch.jit.is_tracing
     from torch._C import _len_torch_dispatch_stack as dispatch_modes_are_active  # TorchDispatchMode; no public form
     from torch._C import _len_torch_function_stack as modes_are_active  # a torch.device context is a mode on that stack
     from torch._C import _set_grad_enabled as set_grad_enabled  # torch.set_grad_enabled
@@ -157,9 +157,9 @@ def is_fake() -> bool:
 
 
 def is_exporting() -> bool:
-    """Whether ``torch.export`` traces. ``torch.compiler.is_exporting()`` is public, but true in every graph that
-    Dynamo of torch 2.11 traces. When that release is no longer supported, call it instead."""
-    return torch.compiler._is_exporting_flag
+    """Whether ``torch.export`` or ``torch.jit.trace`` traces. ``torch.compiler.is_exporting()`` is public, but true in
+    every graph that Dynamo of torch 2.11 traces. When that release is no longer supported, call it instead."""
+    return torch.compiler._is_exporting_flag or (not torch.compiler.is_dynamo_compiling() and _is_tracing())
 
 
 def mutation_is_allowed() -> bool:
@@ -307,9 +307,8 @@ def put_under_modes(mode: DispatchMode) -> None:
 def take_from_modes(mode: DispatchMode) -> None:
     """Leave what :func:`put_under_modes` has entered in this thread, if it has: now, or by :func:`leave_modes`.
 
-    The end of inference mode, and what :func:`keys_are_put_back` tells, puts back the keys from before: those of a mode
-    that the thread has no more, so that no tensor could be made in it. Inside of them ``mode`` stays. The garbage
-    collector may call this anywhere.
+    The end of inference mode, and of what :func:`keys_are_put_back` tells, puts back keys of a mode that is there no
+    more, and no tensor could be made. Inside of them ``mode`` stays. The garbage collector may call this anywhere.
     """
     mode.is_over = True
     leave_modes()
@@ -326,7 +325,8 @@ def leave_modes() -> None:
 def keys_are_put_back() -> bool:
     """Whether a mode's ``__torch_dispatch__`` runs, or what ``torch.compile`` returned (``compile_wrapper``)."""
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_name not in ("__torch_dispatch__", "compile_wrapper"):
+    ends = (".__torch_dispatch__", "torch._dynamo.eval_frame.compile_wrapper")
+    while frame is not None and not f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}".endswith(ends):
         frame = frame.f_back
     return frame is not None
 

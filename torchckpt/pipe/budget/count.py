@@ -26,7 +26,7 @@ from torchckpt.planning.step.measured import Span, Spans
 from torchckpt.planning.step.memory import Level
 from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import Options
-from torchckpt.regions.private import after_backward, put_under_modes
+from torchckpt.regions.private import after_backward, keep_from_dynamo, put_under_modes
 from torchckpt.regions.wrap.mixin import are_compiled
 from torchckpt.tensors import gradient_bytes, nodes_behind
 
@@ -251,6 +251,9 @@ class Count:
             self._learn(None)
         else:
             self.finish()
+
+
+keep_from_dynamo(Count._begins, Count._ran, Count._after)
 
 
 def _last_nodes(first: Sequence[Any], before: set[Any]) -> list[Any]:

@@ -39,7 +39,7 @@ from torchckpt.regions.core.frame import Frame
 from torchckpt.regions.core.options import Options
 from torchckpt.regions.flags import is_checkpointing, is_recomputing
 from torchckpt.regions.live import ooms_of
-from torchckpt.regions.private import after_backward
+from torchckpt.regions.private import after_backward, keep_from_dynamo
 
 __all__ = ["Following", "Within"]
 
@@ -310,6 +310,9 @@ class _Mark:
         self._within.reached(self._count)
         if not torch.compiler.is_dynamo_compiling():  # for compiled autograd
             after_backward(self._within.ended)
+
+
+keep_from_dynamo(_Mark.__call__, Within.ended)
 
 
 def _ooms_of(stages: Sequence[Stage]) -> int:

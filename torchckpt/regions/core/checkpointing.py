@@ -25,7 +25,6 @@ from torchckpt.regions.private import (
     forward_ad,
     functorch_is_active,
     is_exporting,
-    is_tracing,
     keep_from_dynamo,
     set_version,
     storage_key,
@@ -37,14 +36,15 @@ __all__ = ["Checkpointing", "checkpoint", "outside", "refuse_transforms", "run"]
 
 def run(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
     """Run ``function(*args, **kwargs)`` as a region."""
-    if is_exporting():  # an exported graph has no backward, and torch.export supports no regions
+    # An exported graph has no backward, and torch.export supports no regions; the check of a script's trace would find
+    # names of ours for values.
+    if is_exporting():
         return function(*args, **kwargs)
     if torch.compiler.is_dynamo_compiling():  # a constant for Dynamo, which reads this line while it traces the caller
         return in_graph(function, args, kwargs, options)
     if options is not DEFAULT or not callable(function):
         check_options(function, options, caller="checkpoint")
-    # The check of a script's trace would find names of ours for values.
-    if not torch.is_grad_enabled() or is_tracing():
+    if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     refuse_transforms()
     if local.thread.scope is not None:

@@ -287,5 +287,5 @@ def _tell_outer_regions(states: RandomState) -> None:
             outer.ambient[0][1].extend(state for state in states if state[0] not in known)
 
 
-keep_from_dynamo(Frame._pack, Frame._unpack, Frame._replay, Frame._unpack_in_replay)
+keep_from_dynamo(Frame._pack, Frame._unpack, Frame.recompute, Frame._replay, Frame._unpack_in_replay)
 look_through(Frame._pack)
