@@ -34,7 +34,7 @@ class Story:
 
     def wait(self, name):
         with self._changed:
-            assert self._changed.wait_for(lambda: name in self.told, timeout=10)
+            assert self._changed.wait_for(lambda: name in self.told, timeout=60)
 
 
 def run(*threads):
@@ -42,7 +42,7 @@ def run(*threads):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=10)
+        thread.join(timeout=60)
         assert not thread.is_alive()
 
 
@@ -179,7 +179,7 @@ def test_who_waits_to_trace_leaves_the_lock_of_others_to_calls(other):
         with lock.calling():
             story.tell("calls")
             with lock._changed:
-                assert lock._changed.wait_for(lambda: lock._waiting, timeout=10)
+                assert lock._changed.wait_for(lambda: lock._waiting, timeout=60)
             for _ in range(100):
                 with other():
                     pass
@@ -216,7 +216,7 @@ def test_all_that_traces_or_measures_waits(trace):
     with TRACE_LOCK.tracing():
         thread.start()
         with TRACE_LOCK._changed:
-            assert TRACE_LOCK._changed.wait_for(lambda: thread.ident in TRACE_LOCK._waiting, timeout=10)
+            assert TRACE_LOCK._changed.wait_for(lambda: thread.ident in TRACE_LOCK._waiting, timeout=60)
     thread.join(30)
     assert not thread.is_alive()
 
