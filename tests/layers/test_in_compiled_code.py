@@ -61,5 +61,5 @@ def test_no_bookkeeping_of_a_budget_is_compiled(fresh_dynamo, way):
             model.zero_grad()
         frames.append(counters["frames"]["total"])
         gradients.append(received)
-    assert frames[0] == frames[1]
+    assert frames[1] <= frames[0]
     assert all(map(torch.equal, *gradients))
