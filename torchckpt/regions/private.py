@@ -43,7 +43,7 @@ try:
     from torch._C import _current_autograd_node as running_node  # the one whose backward runs, or None; no public form
     from torch._C import (
         _get_dispatch_stack_at,
-        _is_tracing,  # torch.jit.is_tracing
+        _get_tracing_state,  # None where torch.jit.is_tracing() is false, and in graphs of Dynamo
         _pop_torch_dispatch_stack,
         _push_on_torch_dispatch_stack,
         _storage_Use_Count,
@@ -159,7 +159,7 @@ def is_fake() -> bool:
 def is_exporting() -> bool:
     """Whether ``torch.export`` or ``torch.jit.trace`` traces. ``torch.compiler.is_exporting()`` is public, but true in
     every graph that Dynamo of torch 2.11 traces. When that release is no longer supported, call it instead."""
-    return torch.compiler._is_exporting_flag or (not torch.compiler.is_dynamo_compiling() and _is_tracing())
+    return torch.compiler._is_exporting_flag or _get_tracing_state() is not None
 
 
 def mutation_is_allowed() -> bool:
