@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -32,14 +31,14 @@ from torchckpt.distributed.faults import (
     raise_without_regions,
     warn_of_compiled_regions,
 )
-from torchckpt.distributed.meeting import Gathered, all_gather, check_the_same, gather, meeting, together
+from torchckpt.distributed.meeting import Gathered, all_gather, check_the_same, gather, meeting, order_told, together
 from torchckpt.distributed.private import Live, LiveStage, finds_shapes, handing_over, in_backward, stages_of
 from torchckpt.distributed.runtime import Runtime
 from torchckpt.errors import Fault, RegionError, ScheduleError, without_generators
 from torchckpt.measuring.record import Record
 from torchckpt.measuring.saved import CountingScope, RegionBytes
 from torchckpt.modules import module_of, uncompiled
-from torchckpt.planning import Action, Choice, Kind, Schedule, Stage, State, Timeline, to_csv
+from torchckpt.planning import Action, Choice, Kind, Schedule, Stage, State, Timeline
 from torchckpt.planning.order.schedule import Visit
 from torchckpt.planning.step.measured import measured_timeline
 from torchckpt.planning.step.quickest import quickest_of
@@ -174,9 +173,9 @@ class RecomputeAhead(Runtime):
 
     def _told(self) -> tuple[str, str]:
         """A key that is equal on all ranks that will exchange the same, and its name in an error."""
-        order = to_csv(self.schedule)
-        shown = f"segments={self._segments}, {len(self._exempt)} exempt visits, {self.schedule.name} with R in order "
-        shown += f"{crc32(order.encode()):08x}" + (", costs='measured'" if self._is_measuring else "")
+        order, of_all = order_told(self.schedule, "with R")
+        shown = f"segments={self._segments}, {len(self._exempt)} exempt visits, {of_all}"
+        shown += ", costs='measured'" if self._is_measuring else ""
         return repr((shown, sorted(self._exempt), order)), shown
 
     def _stepped(self) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, NamedTuple, TypeVar
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from torchckpt.errors import (
 )
 from torchckpt.measuring.link import MeasuredLink
 from torchckpt.measuring.record import Record
-from torchckpt.planning import Action, Block, Kind, Schedule, Stage, Step, fixed
+from torchckpt.planning import Action, Block, Kind, Schedule, Stage, Step, fixed, to_csv
 from torchckpt.planning.order.schedule import Visit
 from torchckpt.planning.plan import PipelinePlan
 from torchckpt.planning.plan.run.fit_measured import Fitted
@@ -41,7 +42,7 @@ from torchckpt.ranks.turns import Absent, told_by_all
 
 __all__ = [
     "Gathered", "all_gather", "broadcast", "check_the_same", "combined", "gather", "larger_level", "meeting",
-    "none_failed", "read", "together", "written",
+    "none_failed", "order_told", "read", "together", "written",
 ]
 
 
@@ -60,6 +61,12 @@ def all_gather(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     gathered = [torch.empty_like(padded) for _ in range(ranks)]
     dist.all_gather(gathered, padded, group=group)
     return [_object_of(each) for each in gathered]
+
+
+def order_told(schedule: Schedule, which: str) -> tuple[str, str]:
+    """The order of all actions, which ranks compare, and its name in an error. ``which`` tells it from others there."""
+    order = to_csv(schedule)
+    return order, f"{schedule.name} {which} in order {crc32(order.encode()):08x}"
 
 
 def none_failed(failure: CheckpointError | None) -> None:

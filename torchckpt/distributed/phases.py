@@ -12,15 +12,22 @@ from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import TypeAlias
-from zlib import crc32
 
 import torch.distributed as dist
 
-from torchckpt.distributed.meeting import Gathered, all_gather, broadcast, check_the_same, combined, larger_level
+from torchckpt.distributed.meeting import (
+    Gathered,
+    all_gather,
+    broadcast,
+    check_the_same,
+    combined,
+    larger_level,
+    order_told,
+)
 from torchckpt.errors import ArgumentError, CheckpointError, Fault, called, check, named, raise_fault, without_traceback
 from torchckpt.measuring.link import MeasuredLink
 from torchckpt.measuring.remembered import NEAR, digest
-from torchckpt.planning import Action, Choice, Kind, Schedule, State, arrival, to_csv, with_recompute
+from torchckpt.planning import Action, Choice, Kind, Schedule, State, arrival, with_recompute
 from torchckpt.planning.budget import Bytes, bytes_per_rank, enough
 from torchckpt.planning.order.schedule import Visit
 from torchckpt.planning.plan import PipelinePlan
@@ -82,8 +89,7 @@ class Measuring:
     def told(self) -> tuple[str, str]:
         """A key that is equal on all ranks that mean the same, however they write it, and its name in an error."""
         budget = f"budget={self._budget!r}" + ("" if self._host is None else f", host={self._host!r}")
-        plain, order = self._plain, to_csv(self._plain)
-        shown = f"{plain.name} of {plain.micro_batches} micro-batches in order {crc32(order.encode()):08x}"
+        order, shown = order_told(self._plain, f"of {self._plain.micro_batches} micro-batches")
         return f"{self._key} {order}", f"{shown}, {budget}"
 
     def agreed(self, tied: bool) -> Measuring:
