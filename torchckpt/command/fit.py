@@ -6,15 +6,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from torchckpt.command.shared import (
-    Parser,
-    Unusable,
-    add_command,
-    comma_list,
-    file_to_write,
-    give,
-    with_unit,
-)
+from torchckpt.command.shared import Parser, Unusable, add_command, comma_list, file_to_write, give, with_unit
 from torchckpt.command.target import CONTRACT, model_at, running
 from torchckpt.errors import CheckpointError, named
 from torchckpt.planning.budget import Budget, check_budget

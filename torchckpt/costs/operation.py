@@ -275,9 +275,7 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     return torch.native_dropout(input, p, True)[0]
 
 
-def _rms_norm(
-    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
-) -> Tensor:
+def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     if weight is not None and weight.dtype != input.dtype:  # then an accelerator has no kernel either
         return F.rms_norm(input, normalized_shape, weight, eps)
     return _RMSNorm.apply(input, tuple(normalized_shape), weight)  # type: ignore[no-any-return, no-untyped-call]

@@ -156,9 +156,7 @@ class CountedFrame(Frame):
         ended: called when its forward has ended.
     """
 
-    def __init__(
-        self, options: Options, saved: RegionBytes | None, ended: Callable[[], object] | None = None
-    ) -> None:
+    def __init__(self, options: Options, saved: RegionBytes | None, ended: Callable[[], object] | None = None) -> None:
         super().__init__(options)
         self._saved, self._ended = saved, ended
 

@@ -14,12 +14,4 @@ from torchckpt.pipe.microbatch import NoChunk
 from torchckpt.pipe.module import Pipe
 from torchckpt.pipe.partition import WithDevice
 
-__all__ = [
-    "Balance",
-    "DeferredBatchNorm",
-    "NoChunk",
-    "Pipe",
-    "WithDevice",
-    "balance_by_bytes",
-    "balance_by_time",
-]
+__all__ = ["Balance", "DeferredBatchNorm", "NoChunk", "Pipe", "WithDevice", "balance_by_bytes", "balance_by_time"]

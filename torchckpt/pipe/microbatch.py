@@ -127,9 +127,7 @@ def _named(path: str) -> str:
     return f"{name}={rest}"
 
 
-def _output_faults(
-    column: Sequence[Any], rows: Sequence[int], dim: int, reduce: str | None
-) -> Iterator[Fault]:
+def _output_faults(column: Sequence[Any], rows: Sequence[int], dim: int, reduce: str | None) -> Iterator[Fault]:
     first = column[0]
     if not all(isinstance(leaf, Tensor) for leaf in column):
         if any(isinstance(leaf, Tensor) for leaf in column) or any(not _is_same(other, first) for other in column):

@@ -137,9 +137,7 @@ def _layouts() -> dict[Any, _Layout]:
     elementwise_of_first = (
         aten.binary_cross_entropy.default, aten.huber_loss.default, aten.log_sigmoid_backward.default,
     )
-    elementwise_from_second = (
-        aten.leaky_relu_backward.default, aten.rsub.Tensor, aten.threshold_backward.default,
-    )
+    elementwise_from_second = (aten.leaky_relu_backward.default, aten.rsub.Tensor, aten.threshold_backward.default)
     return {
         **dict.fromkeys(norms, lambda result, args: _normed(result, args[0])),
         aten.native_batch_norm_backward.default: lambda result, args: _normed(result, args[1]),

@@ -288,6 +288,4 @@ class _Narrow:
         if self._joint.sums.get(node) in absent.same:  # it is not added in place
             more += absent.bytes_of(node)
         again = operation.substitute and self._operation(operation.substitute, node)
-        return replace(
-            operation, reads=reads, workspace_bytes=operation.workspace_bytes + more, substitute=again
-        )
+        return replace(operation, reads=reads, workspace_bytes=operation.workspace_bytes + more, substitute=again)

@@ -211,8 +211,7 @@ def explained() -> Iterator[None]:
             _raise("an operation between an input and the loss has no derivative", error,
                    "torch.library.register_autograd(), or y.detach() where no gradient is wanted")
         if "view input mutations" in text:
-            _raise("an input lies in a buffer that the call changes", error,
-                   "x = x.clone() before the call")
+            _raise("an input lies in a buffer that the call changes", error, "x = x.clone() before the call")
         if "requires grad is being used in an in-place operation" in text:
             _raise("the call changes an input in place, so it cannot be differentiated", error,
                    "x = x + 1 in place of x.add_(1); or x = x.clone() first")

@@ -343,9 +343,7 @@ class Memory(NamedTuple):
         shared = shared_places(tensors) if len(tensors) > 1 else _NONE
         return cls(shared, frozenset(range(len(tensors))), _views_of(tensors))
 
-    def on_leaving(
-        self, leaving: Sequence[Tensor], in_flight: Sequence[Tensor], arrived: Sequence[Tensor]
-    ) -> Memory:
+    def on_leaving(self, leaving: Sequence[Tensor], in_flight: Sequence[Tensor], arrived: Sequence[Tensor]) -> Memory:
         """The memory of the tensors ``leaving`` a stage that got ``arrived``, while the skips ``in_flight`` exist."""
         is_alone, views = len(leaving) < 2 and not in_flight and not self.shared, _views_of(leaving)
         if is_alone and not self.kept:

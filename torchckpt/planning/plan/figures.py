@@ -51,9 +51,7 @@ def within_budget(problem: Problem, counts: Sequence[int]) -> Rule:
     return quickest(problem, counts, _delays(problem.schedule), fits)
 
 
-def quickest(
-    problem: Problem, counts: Sequence[int], orders: Iterable[Schedule], fits: Callable[[Step], bool]
-) -> Rule:
+def quickest(problem: Problem, counts: Sequence[int], orders: Iterable[Schedule], fits: Callable[[Step], bool]) -> Rule:
     """The shortest step that drops the first blocks, one of ``counts``, in one of ``orders``; infinite seconds if no
     count fits. In one order, dropping more takes longer: so only the least count that fits is simulated."""
     best = Rule(math.inf, counts[0], ())

@@ -102,9 +102,7 @@ def _left(memory: DeviceMemory, static_bytes: Sequence[float]) -> tuple[float, .
     return tuple(max(0.0, memory.total_bytes - taken) for taken in static_bytes)
 
 
-def problem_of(
-    schedule: Schedule, stages: Stages, budget: Limit, link: Links, host: Host | None = None
-) -> Problem:
+def problem_of(schedule: Schedule, stages: Stages, budget: Limit, link: Links, host: Host | None = None) -> Problem:
     """The problem for the arguments of the caller. An ArgumentError has every fault of ``schedule``, ``stages`` and
     ``link``; then of ``budget`` and ``host``."""
     check_schedule(schedule)

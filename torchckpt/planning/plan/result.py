@@ -23,9 +23,7 @@ class PipelinePlan(PlanFigures, Drawn):
     """What :func:`~torchckpt.planning.plan.pipeline.plan_pipeline` found."""
 
     @classmethod
-    def of(
-        cls, problem: Problem, schedule: Schedule, choices: Choices, moves: tuple[Move, ...] = ()
-    ) -> PipelinePlan:
+    def of(cls, problem: Problem, schedule: Schedule, choices: Choices, moves: tuple[Move, ...] = ()) -> PipelinePlan:
         """The plan. If a rank holds more than its budget, for its order was given, what it holds is its budget."""
         plan = cls(problem, schedule, choices, moves=moves)
         if not plan.over_budget:

@@ -99,10 +99,7 @@ def _one_stage_more(
 def _with(key: _Key, cost: int, layers: int) -> _Key:
     costs, counts = key
     by_cost, by_count = bisect(costs, -cost), bisect(counts, -layers)
-    return (
-        (*costs[:by_cost], -cost, *costs[by_cost:]),
-        (*counts[:by_count], -layers, *counts[by_count:]),
-    )
+    return ((*costs[:by_cost], -cost, *costs[by_cost:]), (*counts[:by_count], -layers, *counts[by_count:]))
 
 
 def _counts(starts: Sequence[dict[int, int]], layers: int) -> list[int]:

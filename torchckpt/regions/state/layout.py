@@ -24,9 +24,7 @@ from torchckpt.regions.state.walk import reach_of
 from torchckpt.tensors import of_class, version_of
 from torchckpt.typing import Function
 
-__all__ = [
-    "Copy", "Known", "Layout", "Modules", "NamesModules", "known_of", "layout_of", "lengths_of", "values_of",
-]
+__all__ = ["Copy", "Known", "Layout", "Modules", "NamesModules", "known_of", "layout_of", "lengths_of", "values_of"]
 
 
 class Copy:

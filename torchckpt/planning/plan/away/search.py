@@ -116,9 +116,7 @@ _OVERDUE = (1.0, 0.0, 4.0, _LONG)
 _FLYING = (1.0, 0.5, 0.0)
 _PENDING = (0, 1, 2, 1 << 30, -1)
 _STEPS = (-2.0, -1.0, -0.5, -0.25, 0.25, 0.5, 1.0, 2.0)
-_FIELDS: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    ("back_limit", _LIMITS), ("out_limit", _LIMITS), ("spare", _SPARE),
-)
+_FIELDS: tuple[tuple[str, tuple[Any, ...]], ...] = (("back_limit", _LIMITS), ("out_limit", _LIMITS), ("spare", _SPARE))
 _HABITS: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("overdue", _OVERDUE), ("early", _EARLY), ("flying", _FLYING), ("pending", _PENDING),
 )

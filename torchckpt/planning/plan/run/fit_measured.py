@@ -118,9 +118,7 @@ def fitted(
     return replace(shortest, plan=plan, least_bytes=max(least.peak_bytes))
 
 
-def _rules(
-    least: Fitted, orders: Iterable[Schedule], beside: Mapping[Action, ExtraMemory]
-) -> tuple[Rule, Rule]:
+def _rules(least: Fitted, orders: Iterable[Schedule], beside: Mapping[Action, ExtraMemory]) -> tuple[Rule, Rule]:
     """To recompute everything, as ``least`` does, which fits; and the same first blocks of every stage, if that is
     shorter, inside the backwards of one of ``orders``."""
     plan, problem = least.plan, least.plan.problem

@@ -61,9 +61,7 @@ def late(
 class _Nest:
     """Tracks which recomputed storages are alive, and for which region."""
 
-    def __init__(
-        self, flow: Dataflow, homes: Mapping[int, Home], regions: Sequence[Region], stays: Set[int]
-    ) -> None:
+    def __init__(self, flow: Dataflow, homes: Mapping[int, Home], regions: Sequence[Region], stays: Set[int]) -> None:
         self._homes = homes
         self._alive: dict[int, Region] = {}  # by recomputed storage, the region that it is alive for
         self._spans = _spans(regions, range(flow.forward, len(flow.operations)))

@@ -176,9 +176,7 @@ def _told(drafts: Iterable[Draft], what: str, tell: Callable[[str], None]) -> It
         yield draft
 
 
-def _search(
-    flow: Dataflow, budget_bytes: int, pinned: Set[int], tell: Callable[[str], None] = _silent
-) -> Solution:
+def _search(flow: Dataflow, budget_bytes: int, pinned: Set[int], tell: Callable[[str], None] = _silent) -> Solution:
     tables, key = Tables(flow, pinned), _key_within(budget_bytes)
     drafts = sorted(_told(_candidates(tables, budget_bytes, pinned), "eviction", tell), key=key)
     best = drafts[0]
