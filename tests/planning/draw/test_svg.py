@@ -1,17 +1,22 @@
 """The picture of steps, read back: what is drawn where, in which colour, and each of its words."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
+from tests.numpy_numbers import np
 from tests.planning.draw.picture import Box, Picture, extent
 from tests.planning.steps import EMPTY, measured, several_stages_a_rank, step
 from torchckpt.planning.draw.canvas import COLOURS
 from torchckpt.planning.draw.svg import svg
 from torchckpt.planning.draw.units import Units
 from torchckpt.planning.order.schedule import Kind
+from torchckpt.planning.order.schedules import one_f_one_b
+from torchckpt.planning.step.simulated import simulate
 from torchckpt.planning.step.timeline import Timeline
+from torchckpt.planning.work.block import Block
 
 STEPS = {
     "p=2": step(2, 4, 0.25),
@@ -170,6 +175,16 @@ def test_the_budget_is_a_line_across_the_memory_of_each_panel() -> None:
     assert ends.count((LEFT, END)) == 2
     assert "budget 1.5 A" in picture.texts()
     assert "budget" not in "".join(Picture(svg(timeline)).texts())
+
+
+def test_numbers_of_numpy_are_drawn_as_those_of_python() -> None:
+    def drawn(number: Callable[[int], float]) -> str:
+        block = Block(*map(number, (1, 2, 1, 1, 3, 1)))
+        return svg(simulate(one_f_one_b(2, 4), block, number(1)), budget_bytes=number(3))
+
+    assert drawn(np.float64) == drawn(float)
+    one = step(2, 4)
+    assert svg(one, budget_bytes=np.int64(3)) == svg(one, budget_bytes=3)
 
 
 def test_units_of_a_measured_step() -> None:

@@ -36,7 +36,7 @@ class Canvas:
         x, y = points[0]
         drawn = [f"M{_short(x)},{_short(y)}"]
         for next_x, next_y in points[1:]:
-            drawn += [f"H{_short(next_x)}"] * (next_x != x) + [f"V{_short(next_y)}"] * (next_y != y)
+            drawn += [f"H{_short(next_x)}"] * bool(next_x != x) + [f"V{_short(next_y)}"] * bool(next_y != y)
             x, y = next_x, next_y
         self._add("path", d="".join(drawn), **attributes)
 

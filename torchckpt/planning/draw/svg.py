@@ -112,7 +112,7 @@ class _Layout:
     ) -> None:
         self.units, self.show_copies, self.stage_names = replace(units, digits=_DIGITS), show_copies, stage_names
         self.bytes_of_ranks = tuple(budget) if isinstance(budget, Sequence) else ()
-        self.budget_bytes = budget if isinstance(budget, (int, float)) else max(self.bytes_of_ranks, default=None)
+        self.budget_bytes = max(budget, default=None) if isinstance(budget, Sequence) else budget
         ends = [timeline.step_seconds for timeline in timelines]
         ends += [end for moments in lines for end in moments.values()]
         self.time = Axis(max(ends, default=0.0), _LEFT, _END)

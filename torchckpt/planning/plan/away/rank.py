@@ -90,8 +90,6 @@ class Rank:
         """Run what is left after the last action. Returns when the rank is done."""
         while self.pending:
             self._weight()
-        while self.leaving:
-            self._release(0)
         return self.clock
 
     def _forward(self, visit: int) -> None:
