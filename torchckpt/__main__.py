@@ -31,8 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     of_command, of_script = memory.split(sys.argv[1:] if arguments is None else list(arguments))
     options, others = parser.parse_known_args(of_command, argparse.Namespace(of_script=of_script))
     if others:
-        works = memory.passed_on(options.script, others) if options.command == "memory" else ""
-        parser.error(f"unrecognized arguments: {' '.join(others)}{works}")
+        given = " ".join(others)
+        works = f"; works: memory {options.script} -- {given}" if options.command == "memory" else ""
+        parser.error(f"unrecognized arguments: {given}{works}")
     if options.command is None:
         parser.error(f"say what to do: {parser.prog} {', or '.join(f'{name} --help' for name in _COMMANDS)}")
     name = f"{parser.prog} {options.command}"

@@ -18,7 +18,7 @@ from torchckpt.command.shared import Parser, Unusable, add_command, count, file_
 if TYPE_CHECKING:
     from torchckpt.testing.lines import SavedByLine
 
-__all__ = ["add", "passed_on", "run", "run_script", "split"]
+__all__ = ["add", "run", "run_script", "split"]
 
 _EXAMPLES = """\
 The script runs as "python train.py" runs it, and is ended when so many backward passes are done. Of each pass, what
@@ -47,11 +47,6 @@ def split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     passes_on = arguments[:1] == ["memory"] and "--" in arguments
     end = arguments.index("--") if passes_on else len(arguments)
     return arguments[:end], arguments[end + 1 :]
-
-
-def passed_on(script: str, arguments: Sequence[str]) -> str:
-    """What works where ``arguments`` of the script do not stand behind ``--``."""
-    return f"; works: memory {script} -- {' '.join(arguments)}"
 
 
 def run(options: argparse.Namespace) -> None:

@@ -282,14 +282,8 @@ def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None
 
 
 def _accelerated_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False
 ) -> Tensor:
     grouped = query.shape[-3] != key.shape[-3]
     by_flash = attn_mask is None and query.dtype in (torch.float16, torch.bfloat16)

@@ -76,11 +76,8 @@ def profiled(
 
 
 def _round(
-    call: Callable[[], Any],
-    inputs: Any,
-    parameters: Sequence[nn.Parameter],
-    children: Sequence[nn.Module] | None,
-    clock: Clock,
+    call: Callable[[], Any], inputs: Any, parameters: Sequence[nn.Parameter], children: Sequence[nn.Module] | None,
+    clock: Clock
 ) -> tuple[Spent, Any]:
     timed = _Timed(clock)
     leaves = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]

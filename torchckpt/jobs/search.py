@@ -232,11 +232,8 @@ def _least_seconds(job: Job) -> float:
 
 
 def _simulate(
-    waiting: list[tuple[float, int, Job]],
-    memory: float,
-    host: Host | None,
-    result: SearchResult,
-    progress: Callable[[int], None],
+    waiting: list[tuple[float, int, Job]], memory: float, host: Host | None, result: SearchResult,
+    progress: Callable[[int], None]
 ) -> None:
     count = len(waiting)
     while waiting:
@@ -258,11 +255,8 @@ def _simulate(
 
 
 def _plan_best(
-    jobs: list[tuple[float, int, Job]],
-    memory: float,
-    host: Host | None,
-    result: SearchResult,
-    progress: Callable[[int], None],
+    jobs: list[tuple[float, int, Job]], memory: float, host: Host | None, result: SearchResult,
+    progress: Callable[[int], None]
 ) -> None:
     """Plan the layouts that may be the best, those that keep everything with the seconds of that: from the lowest bound
     on, which is a dearer one each time, until none is below the best step. Beside a host, the best that recompute."""

@@ -88,11 +88,8 @@ class Canvas:
             self.rectangle(x, y - 9, 12, 10, class_=f"{style} key")
 
     def legend(
-        self,
-        entries: Iterable[tuple[str, str]],
-        left: float,
-        y: float,
-        key: Callable[[str, float, float], None] | None = None,
+        self, entries: Iterable[tuple[str, str]], left: float, y: float,
+        key: Callable[[str, float, float], None] | None = None
     ) -> float:
         """Draw the ``key`` of each style with its name, in lines from ``left`` on. Returns where the picture ends."""
         x = left
@@ -164,13 +161,10 @@ class Axis:
         """
         if not self.extent > 0:
             return [0.0]
-        step = _round_up(self.extent / unit / most)
+        least = self.extent / unit / most
+        power = 10.0 ** math.floor(math.log10(least))
+        step = next((n * power for n in (1.0, 2.0, 5.0) if least <= n * power * (1 + 1e-9)), 10.0 * power)
         return [index * step * unit for index in range(math.floor(self.extent / unit / step * (1 + 1e-9)) + 1)]
-
-
-def _round_up(value: float) -> float:
-    power = 10.0 ** math.floor(math.log10(value))
-    return next((factor * power for factor in (1.0, 2.0, 5.0) if value <= factor * power * (1 + 1e-9)), 10.0 * power)
 
 
 # Okabe and Ito's palette, which the colour-blind can tell apart: https://jfly.uni-koeln.de/color

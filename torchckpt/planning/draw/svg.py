@@ -102,13 +102,8 @@ class _Layout:
     """What all panels of a picture share. ``bytes_of_ranks`` is empty where there is one budget for all ranks."""
 
     def __init__(
-        self,
-        timelines: Sequence[TimelineFigures],
-        budget: float | Sequence[float] | None,
-        units: Units,
-        show_copies: bool,
-        lines: Sequence[Mapping[str, float]],
-        stage_names: Sequence[str],
+        self, timelines: Sequence[TimelineFigures], budget: float | Sequence[float] | None, units: Units,
+        show_copies: bool, lines: Sequence[Mapping[str, float]], stage_names: Sequence[str]
     ) -> None:
         self.units, self.show_copies, self.stage_names = replace(units, digits=_DIGITS), show_copies, stage_names
         self.bytes_of_ranks = tuple(budget) if isinstance(budget, Sequence) else ()
@@ -165,12 +160,8 @@ def _facts(timeline: TimelineFigures, first: TimelineFigures | None, units: Unit
 
 
 def _panel(
-    canvas: Canvas,
-    timeline: TimelineFigures,
-    title: tuple[str, str],
-    layout: _Layout,
-    top: float,
-    lines: Mapping[str, float],
+    canvas: Canvas, timeline: TimelineFigures, title: tuple[str, str], layout: _Layout, top: float,
+    lines: Mapping[str, float]
 ) -> float:
     """Draw ``timeline`` from ``top`` on; where the next panel begins."""
     name, facts = title

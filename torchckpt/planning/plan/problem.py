@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -108,7 +108,9 @@ def problem_of(schedule: Schedule, stages: Stages, budget: Limit, link: Links, h
     check_schedule(schedule)
     links, wrong_links = per_boundary(link, schedule.stages)
     listed, wrong_stages = per_stage(stages, schedule.stages, is_planned=True)
-    check([*_recomputes(schedule), *wrong_stages, *wrong_links])
+    rule = "the schedule has R already, but the plan says what is recomputed"
+    replayed = Fault(rule, f"{schedule.name!r} with R", "the schedule before with_recompute()")
+    check([*[replayed] * bool(recomputed_early(schedule)), *wrong_stages, *wrong_links])
     keep_all = Step(schedule, tuple(listed), tuple(links))
     host = None if host is None else _counted(host, len(schedule.ranks))
     if isinstance(budget, DeviceMemory):
@@ -116,12 +118,6 @@ def problem_of(schedule: Schedule, stages: Stages, budget: Limit, link: Links, h
         return Problem(schedule, keep_all.stages, keep_all.links, limits, budget, host)
     limits = bytes_per_rank(budget, len(schedule.ranks), max(keep_all.peak_bytes))
     return Problem(schedule, keep_all.stages, keep_all.links, limits, None, host)
-
-
-def _recomputes(schedule: Schedule) -> Iterator[Fault]:
-    if recomputed_early(schedule):
-        rule = "the schedule has R already, but the plan says what is recomputed"
-        yield Fault(rule, f"{schedule.name!r} with R", "the schedule before with_recompute()")
 
 
 def _counted(host: Host, ranks: int) -> Host:

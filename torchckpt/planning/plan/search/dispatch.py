@@ -77,12 +77,8 @@ class SimulatedStep:
 
 
 def dispatch(
-    program: Program,
-    lanes: Sequence[Lane],
-    chosen: Sequence[Sequence[Holding]],
-    strategy: Strategy,
-    expected: Sequence[float],
-    limit_seconds: float,
+    program: Program, lanes: Sequence[Lane], chosen: Sequence[Sequence[Holding]], strategy: Strategy,
+    expected: Sequence[float], limit_seconds: float
 ) -> SimulatedStep:
     """Simulate one step, with the ``chosen`` holding of each rank and visit. ``program`` has no weight gradients. A
     patient rank waits for messages up to when they are ``expected``; empty: not known. If the step takes longer than
