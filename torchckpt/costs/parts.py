@@ -51,7 +51,6 @@ class Parts(Scope):
         self.begins(AFTER)
 
     def begins(self, part: int) -> None:
-        """A part begins."""
         self._starts.append((newest_node() + 1, part))
 
     def wrapped(self, number: int, function: Function) -> Function:

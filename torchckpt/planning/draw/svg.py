@@ -117,7 +117,7 @@ class _Layout:
         self.host_bytes = max(on_hosts, default=0.0) * 1.12
         self.show_labels = all(_most_labels_fit(timeline, self.time, self.row_height) for timeline in timelines)
         peaks = [peak for timeline in timelines for peak in timeline.peak_bytes]
-        self.memory_bytes = max(*peaks, self.budget_bytes or 0.0, 0.0, 0.0) * 1.12
+        self.memory_bytes = max(*peaks, self.budget_bytes or 0.0, 0.0) * 1.12
         # Where each curve is 0 or one and the same amount, it says no more than the peak in words.
         amounts = {amount for timeline in timelines for curve in timeline.memory for _, amount in curve if amount}
         has_line = bool(amounts and self.budget_bytes is not None)
@@ -224,7 +224,6 @@ def _rows(canvas: Canvas, timeline: TimelineFigures, layout: _Layout, top: float
 
 
 def _boxes(canvas: Canvas, timeline: TimelineFigures, rank: int, layout: _Layout, y: float) -> None:
-    """What ``rank`` does."""
     height, size = layout.row_height, _label_size(layout.row_height)
     events = [event for event in timeline.events if event.rank == rank]
     places = [_box(layout.time, event.start_seconds, event.end_seconds) for event in events]

@@ -188,7 +188,6 @@ def step_named(plain: Step, name: str) -> Step:
 
 
 def policy_faults(name: str) -> list[Fault]:
-    """The faults of the name of a policy."""
     match = _POLICY.fullmatch(name)
     if match is None:
         close = get_close_matches(name, POLICIES, n=1, cutoff=0.0)[0]
