@@ -505,6 +505,7 @@ def test_a_name_that_is_too_long_is_one_line(arguments, line, capsys):
     assert line in refused(capsys, *arguments)
 
 
+@pytest.mark.slow
 def test_where_nobody_reads_on_it_ends():
     asked = f"{sys.executable} -m torchckpt simulate --schedule 1f1b --stages 64 --microbatches 64 --gantt | head -1"
     process = subprocess.run(asked, shell=True, capture_output=True, text=True, check=False)

@@ -62,6 +62,7 @@ def test_what_is_recomputed_stands_below(capsys):
     assert PipelinePlan.from_json(json.dumps(numbers["plan"])).recomputed_share == numbers["recomputed_share"]
 
 
+@pytest.mark.slow
 def test_a_host_beside_each_device(capsys):
     host = ("--host", "200GB", "--host-link", "50GB")
     few = (*JOB[:-1], "32", *SPLIT, "--device-memory", "40GB")

@@ -87,6 +87,7 @@ def test_the_memory_of_the_device_is_the_budget_and_the_parameters(capsys):
     assert max(half) < 4e6
 
 
+@pytest.mark.slow
 def test_a_state_that_is_sharded(capsys):
     def static(state):
         text = printed(capsys, *TINY, "--budget", "50%", "--json", "--optimizer-bytes", state)
@@ -244,6 +245,7 @@ def test_a_csv_says_the_schedule(capsys, tmp_path):
     assert "order: 4 stages on 4 ranks, 1 micro-batch\n" in text
 
 
+@pytest.mark.slow
 def test_a_mesh_has_a_share_of_each_stage(capsys):
     text = printed(capsys, "plan", "examples.plan_parallel:tiny", "--mesh", "dp=2,tp=2", *TINY[2:], "--budget", "100%")
     assert "optimizer: Adam's state; gathered: what FSDP2 has whole at once" in text

@@ -85,6 +85,7 @@ def test_speed_recomputes_no_product(joint):
     assert not again & {*PRODUCTS}
 
 
+@pytest.mark.slow
 def test_memory_of_a_long_chain_is_about_twice_its_root():
     """Of 100 nodes; TensorFlow's plan of it keeps ten, and recomputes the rest."""
     def chain(x):

@@ -172,6 +172,7 @@ def test_a_search_of_another_policy_takes_no_host():
         search_layouts(MODEL, H100, replace(BASE, recompute="full"), host=Host("1TB", out="1GB"), fixed=("recompute",))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_search")
 def test_a_search_of_planned_layouts_sends_blocks_to_the_host_as_a_plan_does():
     values = {"recompute": "planned", "pp": 4, "tp": 1, "cp": 1, "schedule": "1f1b", "micro_batch": 2}
@@ -221,6 +222,7 @@ def test_the_planner_waits_for_the_bounds_that_are_cheap(monkeypatch):
     assert len(set(quick)) == len(quick)
 
 
+@pytest.mark.slow
 def test_a_plan_that_recomputes_everything_is_no_other_layout():
     found = search_layouts(MODELS["llama3-8b"], H100, replace(BASE, gpus=8, global_batch=64), 24e9)
     rows = [(replace(plan.job.layout, recompute="full"), plan.step_seconds) for plan in found.best]

@@ -48,9 +48,8 @@ def test_chain_of_5_keeps_a1_and_a3_and_recomputes_a2():
     assert repeats(adjoint) == ["tanh_1"]
 
 
-@pytest.mark.parametrize(
-    ("residual", "eager", "memory"), [(True, 101, 16), pytest.param(False, 100, 15, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("residual", "eager", "memory"), [(True, 101, 16), (False, 100, 15)])
 def test_chain_of_100_needs_less_than_20_megabytes_in_place_of_102(residual, eager, memory):
     """Upstream: 102 -> 20 with the input, 101 -> 20 where the chain is residual."""
     x, function = megabytes(1), partial(scalar, nodes=100, residual=residual)

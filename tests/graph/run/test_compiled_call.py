@@ -67,6 +67,7 @@ def test_an_example_changes_no_buffer(by_operators):
     assert all(torch.equal(buffer, before) for buffer, before in buffers)
 
 
+@pytest.mark.slow
 def test_another_shape_is_compiled_while_a_graph_waits_for_its_backward(by_operators):
     model = Centred()
     call = graph.rematerialize(model, engine="inductor", keep="memory")
@@ -75,6 +76,7 @@ def test_another_shape_is_compiled_while_a_graph_waits_for_its_backward(by_opera
     assert model.layer.weight.grad is not None
 
 
+@pytest.mark.slow
 def test_each_of_many_shapes_is_compiled(by_operators):
     call = graph.rematerialize(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), engine="inductor")
     with torch._dynamo.config.patch(recompile_limit=2, accumulated_recompile_limit=2):
@@ -130,6 +132,7 @@ def test_the_least_that_an_error_names_has_room_for_kernels(monkeypatch):
     assert "since the first plan" not in str(refused.value)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo looks at it, of each input
 def test_each_of_many_layers_of_one_class_is_compiled(by_operators):
     model = nn.Sequential(*(Top(8, 8) for _ in range(5)))

@@ -288,6 +288,7 @@ def test_constant_that_always_changes_is_told_of_once():
             step(x, how)
 
 
+@pytest.mark.slow
 def test_attribute_that_always_changes_is_told_of():
     net, x = Net(), torch.randn(5, 4)
     step = graph.rematerialize(nn.Sequential(net), x)
@@ -310,6 +311,7 @@ def test_object_that_is_always_another_is_told_of():
         step(x)
 
 
+@pytest.mark.slow
 def test_batches_of_many_sizes_are_not_told_of():
     step = graph.rematerialize(nn.Linear(4, 4))
     for rows in range(1, 12):

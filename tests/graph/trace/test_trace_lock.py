@@ -270,6 +270,7 @@ def test_call_that_compiles_while_a_backend_traces_in_another_thread(monkeypatch
     assert len(backend.plans) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")  # of the hooks of a trace in another thread
 def test_traces_and_compilations_side_by_side():
     """A forward that ``torch.cond`` compiles, in calls and in traces, beside one that Dynamo gives to a backend."""

@@ -7,7 +7,6 @@ from torch import nn
 
 from tests.graph.eager import compare, measured_peak
 from tests.helpers import assert_equal, leaf
-from tests.slow import slow
 from torchckpt import graph
 from torchckpt.errors import CaptureError
 from torchckpt.graph.private.runtime import is_branching
@@ -36,7 +35,8 @@ class Branches(nn.Module):
         return x.sum()
 
 
-@pytest.mark.parametrize("share", ["95%", *slow([None])])
+@pytest.mark.slow
+@pytest.mark.parametrize("share", ["95%", None])
 def test_bits_and_bytes_of_both_branches(share):
     torch.manual_seed(0)
     model = Branches()

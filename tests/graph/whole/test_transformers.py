@@ -62,6 +62,7 @@ def test_step_has_the_bits_and_the_signature_of_the_model(make, traces):
     assert len(traces) == 1
 
 
+@pytest.mark.slow
 def test_a_cache_is_refused_with_the_keyword_that_helps():
     model = gpt2()
     step = graph.rematerialize(model, keep="speed")
@@ -75,6 +76,7 @@ def test_a_cache_is_refused_with_the_keyword_that_helps():
         step(input_ids=tokens()[:, :1], past_key_values=past)
 
 
+@pytest.mark.slow
 def test_a_mask_of_four_dimensions_runs_one_kernel():
     """Of fewer heads of keys than of queries: without it, eager looks at values and takes another (docs/limits.md)."""
     config = transformers.LlamaConfig(num_hidden_layers=1, hidden_size=64, intermediate_size=64, num_attention_heads=4,

@@ -61,6 +61,7 @@ def test_a_block_that_moves_takes_its_parameters_along():
     assert plan.step_seconds <= plan_pipeline(schedule, own, DeviceMemory(34.0)).step_seconds
 
 
+@pytest.mark.slow
 def test_every_schedule_has_the_budgets_of_its_own_placement():
     found = plan_every(stages(4, 4, 4, 3), 8, DeviceMemory(20.0))
     assert {"1f1b", "zbv"} <= {plan.schedule.name for plan in found.plans}

@@ -37,12 +37,8 @@ def test_tiny_steps_beside_brute_force(seed):
 STEPS = {"chain": chain(24), "mlp": mlp(10), "random chain": random_chain(14, 3), "random step": random_step(25, 1)}
 
 
-@few(1)
-@pytest.mark.parametrize(
-    "flow",
-    [pytest.param(flow, marks=pytest.mark.slow if "random" in name else ()) for name, flow in STEPS.items()],
-    ids=STEPS,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("flow", STEPS.values(), ids=STEPS)
 def test_steps_of_dozens_of_operations_beside_what_is_proven(flow):
     """In the planner's order of first runs."""
     pytest.importorskip("ortools")
