@@ -24,6 +24,7 @@ from torch.profiler import record_function
 
 from torchckpt.distributed.faults import (
     END,
+    PREPARING,
     LeftOut,
     failure_of,
     out_of_memory,
@@ -77,7 +78,7 @@ class RecomputeAhead(Runtime):
         self._left_out = LeftOut()
         self._counting: dict[int, tuple[Visit, CountingScope]] = {}  # by stage, in this step
         self._counted: dict[int, Stage] = {}  # their bytes, of a step before
-        self._last_action: str | None = None  # of a step that has not ended; END after the last one
+        self._last_action: str | None = None  # of a step that has not ended; PREPARING before, END after all
         self._agreed = False
         self._before: Gathered | None = None
         super().__init__(live, schedule)
@@ -117,7 +118,7 @@ class RecomputeAhead(Runtime):
             text = out_of_memory(error)
             if text is not None:  # loops that try again look for this type
                 raise torch.OutOfMemoryError(self._out_of_memory(text)) from without_generators(error)
-            is_found = self._last_action is None and any(map(finds_shapes, self._stage_by_index.values()))
+            is_found = self._last_action == PREPARING and any(map(finds_shapes, self._stage_by_index.values()))
             rank = f"{self.rank} of {self.pp_group_size}"
             raise failure_of(error, rank, self._last_action, is_found, self._remedy) from without_generators(error)
         finally:
@@ -141,6 +142,11 @@ class RecomputeAhead(Runtime):
                 with together("begin a step"), self._record.device_current():
                     check_the_same(SAME, all_gather(self._told(), self._group))
             self._agreed = True
+
+    def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
+        self._last_action = PREPARING
+        super()._initialize_stages(*args, **kwargs)
+        self._last_action = None
 
     def reaches(self, action: str) -> None:
         self._last_action = action

@@ -152,6 +152,9 @@ class Runtime(TorchRuntime):
             parameter.grad = None  # to which the search would add
         try:
             super()._initialize_stages(*args, **kwargs)
+        except BaseException:  # some stages are for eval() by now, and others for steps
+            self._stages_forward_initialized = self._stages_backward_initialized = False
+            raise
         finally:
             for parameter, gradient in gradients.items():
                 parameter.grad = gradient
