@@ -20,6 +20,7 @@ from tests.distributed.stages import (
     equal,
     not_on_old_stages,
     parameters_of,
+    run,
     schedule_on,
     stages_of,
     step,
@@ -242,6 +243,23 @@ def test_stage_without_regions_may_be_exempt():
     schedule = recompute_ahead(schedule_on(stages, "ScheduleInterleaved1F1B", 4), exempt=exempt)
     for _ in range(2):
         step(schedule, stages, *batch(4))
+
+
+class Drops(Blocks):
+    """Passes its blocks by in every second micro-batch, as stages with layer drop do now and then."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) if self.calls % 2 else x * 1.5
+
+
+@pytest.mark.parametrize("mode", [{"exempt": "none"}, {"segments": 1}], ids=str)
+def test_a_micro_batch_without_regions_in_a_stage_that_has_some(mode):
+    shape = torch.zeros(2, SIZE, requires_grad=True)
+    name, options = "ScheduleInterleaved1F1B", {"make": Drops, "input_args": shape, "output_args": shape}
+    assert equal(run(name, mode, **options), run(name, None, **options))
 
 
 # shapes ---------------------------------------------------------------------------------------------------------------

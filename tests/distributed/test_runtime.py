@@ -365,3 +365,19 @@ def test_without_a_loss_there_are_forwards_only(name):
     assert output.shape == x.shape
     assert recomputes.total == 0
     assert gradients_of(stages) == []
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("mode", [{"exempt": "none"}, {"budget": "1GB"}], ids=str)
+def test_another_schedule_of_the_same_stages_evaluates_between_steps(mode):
+    """It prepares the stages for that, and for other micro-batches. Those of a step have to take gradients."""
+    seen = []
+    for evaluates in (False, True):
+        schedule, stages = ahead("ScheduleInterleaved1F1B", m=4, **mode)
+        other = recompute_ahead(schedule_on(stages, "ScheduleLoopedBFS", 2))
+        for number in range(3):
+            torch.manual_seed(number)
+            seen += [*step(schedule, stages, *batch(4)), *gradients_of(stages), torch.rand(2)]
+            if evaluates:
+                other.eval(batch(4)[0], target=batch(4)[1])
+    assert equal(seen[: len(seen) // 2], seen[len(seen) // 2 :])

@@ -24,6 +24,7 @@ from torch.profiler import record_function
 
 from torchckpt.distributed.faults import (
     END,
+    PREPARING,
     LeftOut,
     failure_of,
     out_of_memory,
@@ -73,11 +74,11 @@ class RecomputeAhead(Runtime):
         self._stage_by_index: dict[int, LiveStage] = {stage.stage_index: stage for stage in stages_of(live)}
         self._frames = Frames(segments)
         self._record = Record(torch.device(first.device))
-        self._checked: set[int] = set()  # stages of which a forward ran
+        self._checked: set[int] = set()  # stages whose forwards have entered regions; some may enter none
         self._left_out = LeftOut()
         self._counting: dict[int, tuple[Visit, CountingScope]] = {}  # by stage, in this step
         self._counted: dict[int, Stage] = {}  # their bytes, of a step before
-        self._last_action: str | None = None  # of a step that has not ended; END after the last one
+        self._last_action: str | None = None  # of a step that has not ended; PREPARING before, END after all
         self._agreed = False
         self._before: Gathered | None = None
         super().__init__(live, schedule)
@@ -117,7 +118,7 @@ class RecomputeAhead(Runtime):
             text = out_of_memory(error)
             if text is not None:  # loops that try again look for this type
                 raise torch.OutOfMemoryError(self._out_of_memory(text)) from without_generators(error)
-            is_found = self._last_action is None and any(map(finds_shapes, self._stage_by_index.values()))
+            is_found = self._last_action == PREPARING and any(map(finds_shapes, self._stage_by_index.values()))
             rank = f"{self.rank} of {self.pp_group_size}"
             raise failure_of(error, rank, self._last_action, is_found, self._remedy) from without_generators(error)
         finally:
@@ -141,6 +142,11 @@ class RecomputeAhead(Runtime):
                 with together("begin a step"), self._record.device_current():
                     check_the_same(SAME, all_gather(self._told(), self._group))
             self._agreed = True
+
+    def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
+        self._last_action = PREPARING
+        super()._initialize_stages(*args, **kwargs)
+        self._last_action = None
 
     def reaches(self, action: str) -> None:
         self._last_action = action
@@ -201,7 +207,7 @@ class RecomputeAhead(Runtime):
 
     def _forwarded(self, visit: Visit, scope: Scope, outputs: list[object]) -> None:
         """Check a forward that has ended. Raises if its regions are not what they should be."""
-        if not scope.keep and not scope.regions:
+        if not scope.keep and not scope.regions and visit[0] not in self._checked:
             raise_without_regions(visit[0], self._stage_by_index[visit[0]].submod, outputs)
 
     @contextmanager
@@ -227,8 +233,9 @@ class RecomputeAhead(Runtime):
             yield
         if is_first and scope.frames:
             warn_of_compiled_regions(stage, module)
-        self._checked.add(stage)
         self._forwarded(visit, scope, outputs)
+        if scope.regions:
+            self._checked.add(stage)
 
     def _scope(self, visit: Visit, choice: Choice | State, module: nn.Module) -> Scope:
         keep = choice.restored_by is None if isinstance(choice, State) else frozenset(choice.restored_by(None))

@@ -23,7 +23,7 @@ from torchckpt.regions.wrap.module import is_checkpointed
 from torchckpt.tensors import node_name, nodes_behind, tensors_in
 
 __all__ = [
-    "END", "GIVEN_SHAPES", "LeftOut", "failure_of", "out_of_memory", "plain_regions_refused",
+    "END", "GIVEN_SHAPES", "PREPARING", "LeftOut", "failure_of", "out_of_memory", "plain_regions_refused",
     "raise_without_regions", "splits", "traced_faults", "warn_of_compiled_regions", "warn_of_whole",
 ]
 
@@ -230,6 +230,9 @@ def warn_of_whole(stages: Iterable[LiveStage], schedule: Schedule, stacklevel: i
 END = "the end of the step"
 """Where a step is after its last action."""
 
+PREPARING = "the preparation of its stages"
+"""Where a step is while torch has ranks tell each other what stages take and give, before its first action."""
+
 GIVEN_SHAPES = "PipelineStage(module, index, stages, device, input_args=example, output_args=example)"
 
 _LINES, _LINE = 8, 1000  # of the reason that a failed step quotes, and of each line of it
@@ -258,7 +261,7 @@ def failure_of(error: Exception, rank: str, action: str | None, finds_shapes: bo
 
     Args:
         rank: such as ``"0 of 4"``.
-        action: the one that had begun, such as ``"1RECV_B3"``; None before the first, and ``END`` after the last.
+        action: the one that had begun, such as ``"1RECV_B3"``; ``PREPARING`` or None before the first; ``END``.
         finds_shapes: whether torch was finding the shapes of a stage by running it.
         remedy: what else may help, at the end of the message.
     """

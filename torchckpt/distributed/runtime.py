@@ -87,6 +87,7 @@ class Runtime(TorchRuntime):
         self._comp_type_to_function_map = dict(getattr(live, "_comp_type_to_function_map", {}))
         self._comp_type_to_function_map[_RECOMPUTE] = _recompute
         self._plain_schedule = without(schedule)
+        self._receives: list[object] = []  # of each stage, what torch has made to receive by, when it was prepared
         self.pipeline_order = dict(order_of(live)) or _listed(schedule)
         prepared = getattr(live, "pipeline_order_with_comms", None)  # which may have been read from a file
         form: dict[str, Any] = {"format": "compute_comms"} if prepared else {}
@@ -146,12 +147,22 @@ class Runtime(TorchRuntime):
     def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
         """torch's own, which clears gradients of what FSDP2 shards: in ``_post_metadata_inference_cleanup`` of
         ``torch/distributed/pipelining/stage.py`` (2.13), before the first step, and in and after each ``eval()``. Ends
-        when it clears those of its search for shapes alone."""
+        when it clears those of its search for shapes alone.
+
+        Stages that another schedule has prepared since, as for an evaluation, are prepared anew: they would take no
+        gradients, and nothing would be said. Ends when torch does so itself."""
+        receives = [stage.args_recv_info.get(0) for stage in self._stages]
+        if any(now is not then for now, then in zip(receives, self._receives)):
+            self._stages_forward_initialized = self._stages_backward_initialized = False
         gradients = {x: x.grad for stage in self._stages for x in stage.submod.parameters() if x.grad is not None}
         for parameter in gradients:
             parameter.grad = None  # to which the search would add
         try:
             super()._initialize_stages(*args, **kwargs)
+            self._receives = [stage.args_recv_info.get(0) for stage in self._stages]
+        except BaseException:  # some stages are for eval() by now, and others for steps
+            self._stages_forward_initialized = self._stages_backward_initialized = False
+            raise
         finally:
             for parameter, gradient in gradients.items():
                 parameter.grad = gradient

@@ -253,6 +253,9 @@ class RecomputeWithin(RecomputeAhead):
             self._is_warned = warn_of_whole(self._stage_by_index.values(), self._plain_schedule, stacklevel=7)
         if not self._steps:
             self._agree()
+            if self._before is None:  # this step may have other shapes than a first one that has failed
+                self._signatures.clear()
+                self._going.clear()
         modules = {number: stage.submod for number, stage in self._stage_by_index.items()}
         self._settings.check(modules, self._record.device.type)
         drop_handed(self._stage_by_index)

@@ -107,6 +107,16 @@ def test_a_given_plan_is_for_the_settings_of_its_counted_step():
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("is_given", [False, True])
+def test_shapes_of_a_first_step_that_has_failed_are_none_to_keep_to(is_given):
+    schedule, stages = within(steps=0, **({"plan": within(steps=4)[0].plan} if is_given else {}))
+    with pytest.raises(ScheduleError, match="other shapes or regions than"):
+        step(schedule, stages, *(tensor.repeat(2, 1)[:10] for tensor in batch(4)))  # 3, 3, 2 and 2 rows
+    for _ in range(5):
+        step(schedule, stages, *batch(4))
+
+
+@pytest.mark.usefixtures("alone")
 def test_autocast_is_a_setting():
     schedule, stages = within()
     with torch.autocast("cpu", torch.bfloat16):

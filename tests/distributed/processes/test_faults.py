@@ -25,7 +25,7 @@ from torchckpt.errors import ScheduleError
 
 RANKS, MICRO_BATCHES, FAULTY = 3, 6, 1
 TIMEOUT_SECONDS = 4.0
-CASES = ("forward", "recompute", "backward", "stays", "dies")  # the last one ends its process
+CASES = ("forward", "recompute", "backward", "stays", "shapes", "dies")  # the last one ends its process
 
 pytestmark = with_gloo
 
@@ -35,7 +35,8 @@ def fail():
 
 
 class Block(nn.Module):
-    """Fails, as ``case`` says, in the fourth micro-batch of the second step."""
+    """Fails, as ``case`` says, in the fourth micro-batch of the second step; with "shapes" where torch looks for them.
+    """
 
     def __init__(self, case: str) -> None:
         super().__init__()
@@ -43,10 +44,10 @@ class Block(nn.Module):
 
     def forward(self, x):
         self.forwards += not is_recomputing()
-        due = self.forwards >= MICRO_BATCHES + 4
+        due = self.forwards >= MICRO_BATCHES + 4 or self.case == "shapes"
         if due and self.case == "dies":
             os._exit(17)
-        if due and self.case in ("forward", "stays"):
+        if due and self.case in ("forward", "stays", "shapes"):
             raise ValueError("in the forward")
         if due and self.case == "recompute" and is_recomputing():
             raise ValueError("in the recompute")
@@ -56,7 +57,7 @@ class Block(nn.Module):
 def schedule_of_one_block(rank: int, case: str):
     module = nn.Sequential(Block(case if rank == FAULTY else ""))
     checkpoint_module(module[0])
-    static = torch.zeros(2, 4, requires_grad=True)
+    static = None if case == "shapes" else torch.zeros(2, 4, requires_grad=True)
     stage = PipelineStage(module, rank, RANKS, torch.device("cpu"), input_args=static, output_args=static)
     plain = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=nn.functional.mse_loss)
     return recompute_ahead(plain, exempt="none")
@@ -117,16 +118,17 @@ def reported(tmp_path_factory):
     }
 
 
-HEAD = "a step of the pipeline failed on rank {rank} of 3: stage {rank}, micro-batch "
+HEAD = "a step of the pipeline failed on rank {rank} of 3: "
 
 
 @pytest.mark.parametrize(
     ("case", "where", "received"),
     [
-        ("forward", "3, forward (1F3)", "ValueError: in the forward"),
-        ("recompute", "2, recompute (1R2)", "ValueError: in the recompute"),
-        ("backward", "3, backward (1B3)", "ValueError: in the backward"),
-        ("stays", "3, forward (1F3)", "ValueError: in the forward"),
+        ("forward", "stage 1, micro-batch 3, forward (1F3)", "ValueError: in the forward"),
+        ("recompute", "stage 1, micro-batch 2, recompute (1R2)", "ValueError: in the recompute"),
+        ("backward", "stage 1, micro-batch 3, backward (1B3)", "ValueError: in the backward"),
+        ("stays", "stage 1, micro-batch 3, forward (1F3)", "ValueError: in the forward"),
+        ("shapes", "preparing its stages, before the first action", "ValueError: in the forward"),
     ],
 )
 def test_rank_that_raises_says_at_what(reported, case, where, received):
@@ -138,8 +140,9 @@ def test_rank_that_raises_says_at_what(reported, case, where, received):
 @pytest.mark.parametrize("case", CASES)
 def test_every_other_rank_raises_and_says_what_it_waited_for(reported, case, rank):
     text, cause, *_ = reported[case, rank]
-    pattern = re.escape(HEAD.format(rank=rank)) + rf"\d, (forward|backward|receive|send)[a-z ]* \({rank}[A-Z_]+\d\)\n"
-    assert re.match(pattern, text)
+    action = rf"stage {rank}, micro-batch \d, (forward|backward|receive|send)[a-z ]* \({rank}[A-Z_]+\d\)\n"
+    where = "preparing its stages, " if case == "shapes" else action
+    assert re.match(re.escape(HEAD.format(rank=rank)) + where, text)
     assert "gloo" in cause
 
 

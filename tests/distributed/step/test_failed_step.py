@@ -8,8 +8,19 @@ from contextlib import suppress
 import pytest
 import torch
 from torch import nn
+from torch.distributed.pipelining import PipelineStage
 
-from tests.distributed.stages import Blocks, batch, equal, gradients_of, parameters_of, schedule_on, stages_of, step
+from tests.distributed.stages import (
+    Blocks,
+    batch,
+    equal,
+    gradients_of,
+    not_on_old_stages,
+    parameters_of,
+    schedule_on,
+    stages_of,
+    step,
+)
 from tests.helpers import Probe
 from tests.settings import without_collector
 from torchckpt import is_recomputing
@@ -111,6 +122,29 @@ def test_failure_before_the_first_action():
         schedule.step(x, target=target, losses=())
     assert_clean(schedule, stages)
     assert equal(seen_in_a_step(schedule, stages), seen_in_a_step(*prepared()))
+
+
+class NotInEvaluation(Blocks):
+    def forward(self, x):
+        if not torch.is_grad_enabled():
+            raise ValueError("no more")
+        return super().forward(x)
+
+
+@pytest.mark.usefixtures("alone")
+@not_on_old_stages("its stages find their metadata elsewhere")
+def test_an_evaluation_that_fails_while_its_stages_are_prepared_leaves_those_of_steps():
+    """Else the first stages would be for an evaluation, and take no gradients."""
+    seen = []
+    for fails in (False, True):
+        stages = [PipelineStage((Blocks, NotInEvaluation)[i > 1](i), i, 3, torch.device("cpu")) for i in range(3)]
+        schedule = recompute_ahead(schedule_on(stages, NAME, M))
+        seen_in_a_step(schedule, stages)
+        if fails:
+            with pytest.raises(ScheduleError, match="preparing its stages, before the first action"):
+                schedule.eval(batch(M)[0], target=batch(M)[1])
+        seen.append(seen_in_a_step(schedule, stages))
+    assert equal(*seen)
 
 
 @pytest.mark.usefixtures("alone")
