@@ -90,7 +90,7 @@ class Counter:
     ) -> None:
         if allocator_of(device):
             gc.collect()  # what is freed in the middle of the step would count as freed by it
-        self._live, self._clock = LiveStorages(device, looks, model.parameters(), inputs), Clock(device)
+        self._live, self._clock = LiveStorages(device, looks, [*model.parameters()], inputs), Clock(device)
         self._watch, self.lost_bytes = Watch(), 0
         self._is_blind = not looks and not self._live.allocator
         self._moments: list[Moment] = []

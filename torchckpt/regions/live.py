@@ -27,7 +27,7 @@ class LiveStorages(DispatchMode):
     Args:
         looks: whether to watch operators. Compiled code would not run compiled while operators are watched; with False
             every storage counts as made here.
-        parameters, inputs: of the step that begins, for :meth:`lost`.
+        parameters, inputs: of the step that begins, for :meth:`lost`; the former tell whether FSDP2 resizes storages.
     """
 
     supports_higher_order_operators = True
@@ -40,9 +40,7 @@ class LiveStorages(DispatchMode):
         self._watched: dict[weakref.ref[torch.UntypedStorage], StorageWeakRef] = {}
         self._freed: list[weakref.ref[torch.UntypedStorage]] = []
         """Those that were freed since an operator last made one."""
-        parameters = [*parameters]
-        self.is_sharded = any(hasattr(parameter, "device_mesh") for parameter in parameters)
-        self._are_resized = self.is_sharded
+        self._are_resized = self.is_sharded = any(hasattr(parameter, "device_mesh") for parameter in parameters)
         """Whether storages become smaller where no operator does it, as those of FSDP2, so that all are looked at."""
         self._sum_bytes = self._highest_bytes = 0
         self._device = device
@@ -106,10 +104,8 @@ class LiveStorages(DispatchMode):
         """Count the storages in ``tree`` that are not known, and not in ``besides``, as made here."""
         found = storages_of(tensors_in(tree)).items()
         fresh = {storage: size for storage, size in found if self._made.get(storage) != size}
-        for storage in storages_of(tensors_in(besides)) if fresh else ():
-            if storage not in self._made:
-                fresh.pop(storage, None)
-        self._add(fresh)
+        before = storages_of(tensors_in(besides)) if fresh else {}
+        self._add({one: size for one, size in fresh.items() if one in self._made or one not in before})
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call the operator ``func``. The storages that it makes count, and those that it makes larger."""
@@ -129,8 +125,6 @@ class LiveStorages(DispatchMode):
         return self.call(func, args, kwargs)
 
     def _add(self, sizes: dict[StorageWeakRef, int]) -> None:
-        if not sizes:
-            return
         while self._freed:
             self._sum_bytes -= self._made.pop(self._watched.pop(self._freed.pop()), 0)
         for storage, size in sizes.items():
@@ -143,8 +137,7 @@ class LiveStorages(DispatchMode):
         self._highest_bytes = max(self._highest_bytes, self._sum_bytes)
 
     def _look(self) -> None:
-        alive = ((storage, alive_storage(storage)) for storage in self._made)
-        made = {storage: found.nbytes() for storage, found in alive if found is not None}
+        made = {one: found.nbytes() for one in self._made if (found := alive_storage(one)) is not None}
         self._are_resized |= any(size != self._made[storage] for storage, size in made.items())
         self._made, self._sum_bytes = made, sum(made.values())
         self._highest_bytes = max(self._highest_bytes, self._sum_bytes)
