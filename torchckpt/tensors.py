@@ -40,6 +40,10 @@ PutBack: TypeAlias = Callable[[Sequence[Tensor]], Any]
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """The tensors of ``tree``, in the order of its leaves; one that stands in two places comes twice."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if type(tree) in (tuple, list):  # torch's pytree takes five times as long
+        return [tensor for each in tree if type(each) not in ATOMS for tensor in tensors_in(each)]
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 

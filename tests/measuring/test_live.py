@@ -68,6 +68,33 @@ def test_what_is_watched_for_a_while_counts_what_grows():
         assert watch.live.highest() == grown.nbytes + listed.nbytes == 48
 
 
+def test_an_operator_looks_at_what_it_makes_alone(monkeypatch):
+    """Each one that took more than all before looked at all storages: a first step took twenty times as long."""
+    looks, look = [], module.alive_storage
+    monkeypatch.setattr(module, "alive_storage", lambda storage: looks.append(storage) or look(storage))
+    alive, held = LiveBytes(CPU), []
+    with alive.watching():
+        for _ in range(100):
+            held.append(ones(40))
+            ones(4)  # which is freed
+    assert len(looks) == 200
+    assert alive.highest() == 4004
+
+
+def test_what_is_resized_by_no_operator_counts():
+    alive = LiveBytes(CPU)
+    with alive.watching():
+        x, y = ones(40), ones(40)
+        x.untyped_storage().resize_(400)
+        x.zero_()
+        assert (alive.highest(), alive.now()) == (440, 440)
+        x.untyped_storage().resize_(0)
+        alive.begin()
+        y.untyped_storage().resize_(0)
+        z = ones(80)
+        assert (alive.highest(), alive.now()) == (80, z.nbytes)
+
+
 def test_a_backward_counts_too():
     x = leaf(100)
     alive = LiveBytes(CPU)

@@ -143,14 +143,12 @@ def storage_key():
     assert private.storage_key(torch.eye(2).to_sparse()) is None
 
 
-def bytes_now():
+def alive_storage():
     tensor = torch.ones(3)
     storage = StorageWeakRef(tensor.untyped_storage())
-    assert private.bytes_now(storage) == tensor.untyped_storage().nbytes() == 12
-    tensor.untyped_storage().resize_(40)
-    assert private.bytes_now(storage) == 40
+    assert private.alive_storage(storage) is tensor.untyped_storage()
     del tensor
-    assert private.bytes_now(storage) is None
+    assert private.alive_storage(storage) is None
 
 
 def use_count():
@@ -605,11 +603,11 @@ COUNTERPARTS = {
     "DispatchMode": dispatch_mode,
     "after_backward": after_backward,
     "alive": alive,
+    "alive_storage": alive_storage,
     "allow_kernels": kernels_allowed,
     "apply_of": apply_of,
     "autocast_is_on": autocast_is_on,
     "batch_norm_layer": batch_norm_layer,
-    "bytes_now": bytes_now,
     "caching_mode": selective_forward,
     "compiler_of": compiler_of,
     "compiler_stance": compiler_stance,

@@ -90,7 +90,7 @@ class Counter:
     ) -> None:
         if allocator_of(device):
             gc.collect()  # what is freed in the middle of the step would count as freed by it
-        self._live, self._clock = LiveStorages(device, looks, model.parameters(), inputs), Clock(device)
+        self._live, self._clock = LiveStorages(device, looks, [*model.parameters()], inputs), Clock(device)
         self._watch, self.lost_bytes = Watch(), 0
         self._is_blind = not looks and not self._live.allocator
         self._moments: list[Moment] = []
@@ -126,9 +126,8 @@ class Counter:
         self._stop.atexit = False
         self._watch.live = self._live
         self._live.include(gathered)
-        parameters = [] if self._live.allocator else [*model.parameters()]
-        is_sharded = any(hasattr(parameter, "device_mesh") for parameter in parameters)
-        self._model, self._sharded = weakref.ref(model), parameters if is_sharded else []
+        is_looked_at = self._live.is_sharded and not self._live.allocator
+        self._model, self._sharded = weakref.ref(model), [*model.parameters()] if is_looked_at else []
         self._live.begin()
         self._note(Kind.STEP)
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchckpt.regions.private import DispatchMode, bytes_now
+from torchckpt.regions.private import DispatchMode, alive_storage
 from torchckpt.regions.saved import bytes_of, storages_of
 from torchckpt.tensors import tensors_in
 
@@ -26,7 +27,7 @@ class LiveStorages(DispatchMode):
     Args:
         looks: whether to watch operators. Compiled code would not run compiled while operators are watched; with False
             every storage counts as made here.
-        parameters, inputs: of the step that begins, for :meth:`lost`.
+        parameters, inputs: of the step that begins, for :meth:`lost`; the former tell whether FSDP2 resizes storages.
     """
 
     supports_higher_order_operators = True
@@ -36,6 +37,11 @@ class LiveStorages(DispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # likewise
         self.looks = looks
         self._made: dict[StorageWeakRef, int] = {}
+        self._watched: dict[weakref.ref[torch.UntypedStorage], StorageWeakRef] = {}
+        self._freed: list[weakref.ref[torch.UntypedStorage]] = []
+        """Those that were freed since an operator last made one."""
+        self._are_resized = self.is_sharded = any(hasattr(parameter, "device_mesh") for parameter in parameters)
+        """Whether storages become smaller where no operator does it, as those of FSDP2, so that all are looked at."""
         self._sum_bytes = self._highest_bytes = 0
         self._device = device
         self.allocator = allocator_of(device)
@@ -85,7 +91,7 @@ class LiveStorages(DispatchMode):
 
     def lost(self, parameters: Iterable[Tensor]) -> int:
         """After a step: what it freed from before it, beside its inputs, less what it leaves beside gradients."""
-        freed = sum(size for storage, size in self._inputs.items() if bytes_now(storage) is None)
+        freed = sum(size for storage, size in self._inputs.items() if alive_storage(storage) is None)
         lost = self._bytes_of_gradients(parameters) - self._gradient_bytes - freed - self.now()
         return max(0, lost) if self.allocator else 0
 
@@ -96,14 +102,14 @@ class LiveStorages(DispatchMode):
 
     def note(self, tree: Any, besides: Any = None) -> None:
         """Count the storages in ``tree`` that are not known, and not in ``besides``, as made here."""
-        fresh = {storage: size for storage, size in storages_of(tensors_in(tree)).items() if storage not in self._made}
-        for storage in storages_of(tensors_in(besides)) if fresh else ():
-            fresh.pop(storage, None)
-        self._add(fresh)
+        found = storages_of(tensors_in(tree)).items()
+        fresh = {storage: size for storage, size in found if self._made.get(storage) != size}
+        before = storages_of(tensors_in(besides)) if fresh else {}
+        self._add({one: size for one, size in fresh.items() if one in self._made or one not in before})
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call the operator ``func``. The storages that it makes count, and those that it makes larger."""
-        inputs = args, kwargs
+        inputs = args, *(kwargs or {}).values()
         before = storages_of(tensors_in(inputs)) if _may_grow(func) else {}
         outputs = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.lift_fresh.default:  # no operator has made its input; that of NumPy is borrowed
@@ -119,16 +125,21 @@ class LiveStorages(DispatchMode):
         return self.call(func, args, kwargs)
 
     def _add(self, sizes: dict[StorageWeakRef, int]) -> None:
-        if sizes:
-            self._sum_bytes += sum(size - self._made.get(storage, 0) for storage, size in sizes.items())
-            self._made.update(sizes)
-            if self._sum_bytes > self._highest_bytes:
-                self._look()
+        while self._freed:
+            self._sum_bytes -= self._made.pop(self._watched.pop(self._freed.pop()), 0)
+        for storage, size in sizes.items():
+            if storage not in self._made:
+                self._watched[weakref.ref(alive_storage(storage), self._freed.append)] = storage
+            self._sum_bytes += size - self._made.get(storage, 0)
+            self._made[storage] = size
+        if self._sum_bytes > self._highest_bytes and self._are_resized:
+            self._look()
+        self._highest_bytes = max(self._highest_bytes, self._sum_bytes)
 
     def _look(self) -> None:
-        sizes = {storage: bytes_now(storage) for storage in self._made}
-        self._made = {storage: size for storage, size in sizes.items() if size is not None}
-        self._sum_bytes = sum(self._made.values())
+        made = {one: found.nbytes() for one in self._made if (found := alive_storage(one)) is not None}
+        self._are_resized |= any(size != self._made[storage] for storage, size in made.items())
+        self._made, self._sum_bytes = made, sum(made.values())
         self._highest_bytes = max(self._highest_bytes, self._sum_bytes)
 
 

@@ -27,8 +27,8 @@ from torchckpt.features import warn_of_newer_torch
 from torchckpt.modules import is_compiled_function
 
 __all__ = [
-    "DeviceContext", "DispatchMode", "after_backward", "alive", "allow_kernels", "apply_of", "autocast_is_on",
-    "batch_norm_layer", "bytes_now", "caching_mode", "compiler_of", "compiler_stance", "dispatch_modes_are_active",
+    "DeviceContext", "DispatchMode", "after_backward", "alive", "alive_storage", "allow_kernels", "apply_of",
+    "autocast_is_on", "batch_norm_layer", "caching_mode", "compiler_of", "compiler_stance", "dispatch_modes_are_active",
     "forward_ad", "frame_of_torch", "function_modes", "functorch_is_active", "heeds_hooks", "hooks_entered",
     "hooks_in_force", "is_exporting", "is_fake", "is_of_newest_node", "keep_from_dynamo", "kept_by_policies",
     "kernels_allowed", "keys_are_put_back", "leave_modes", "look_through", "modes_are_active", "mutation_is_allowed",
@@ -145,10 +145,9 @@ def negated(tensor: Tensor) -> Tensor:
     return view
 
 
-def bytes_now(storage: StorageWeakRef) -> int | None:
-    """The size of a storage, which may have been resized as FSDP2 does it; None if it was freed. No public form."""
-    alive: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
-    return None if alive is None else alive.nbytes()
+def alive_storage(storage: StorageWeakRef) -> Any:
+    """The storage; None if it was freed. No public form."""
+    return torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
 
 
 def is_fake() -> bool:
