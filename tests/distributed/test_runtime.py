@@ -23,6 +23,7 @@ from tests.distributed.stages import (
     events_of_step,
     gradients_of,
     loss_of,
+    not_on_old_stages,
     noted,
     parameters_of,
     run,
@@ -368,6 +369,7 @@ def test_without_a_loss_there_are_forwards_only(name):
 
 
 @pytest.mark.usefixtures("alone")
+@not_on_old_stages("micro-batches of other sizes are refused")
 @pytest.mark.parametrize("mode", [{"exempt": "none"}, {"budget": "1GB"}], ids=str)
 def test_another_schedule_of_the_same_stages_evaluates_between_steps(mode):
     """It prepares the stages for that, and for other micro-batches. Those of a step have to take gradients."""

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from tests.distributed.ranks import started
+from tests.distributed.stages import OLD
 from tests.helpers import Probe, doing
 from tests.settings import with_gloo
 from torchckpt import checkpoint_module, is_recomputing
@@ -141,7 +142,8 @@ def test_rank_that_raises_says_at_what(reported, case, where, received):
 def test_every_other_rank_raises_and_says_what_it_waited_for(reported, case, rank):
     text, cause, *_ = reported[case, rank]
     action = rf"stage {rank}, micro-batch \d, (forward|backward|receive|send)[a-z ]* \({rank}[A-Z_]+\d\)\n"
-    where = "preparing its stages, " if case == "shapes" else action
+    # In torch 2.11, the first rank tells the others its shapes without an answer.
+    where = "preparing its stages, " if case == "shapes" and not (OLD and rank == 0) else action
     assert re.match(re.escape(HEAD.format(rank=rank)) + where, text)
     assert "gloo" in cause
 
