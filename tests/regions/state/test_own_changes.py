@@ -344,3 +344,48 @@ def test_numbers_that_go_with_the_tensors_of_a_module_are_those_of_the_forward(c
         numbers.append([value for value in vars(module[1]).values() if isinstance(value, (bool, int))])
     assert_equal(found[4:], found[:4])
     assert numbers[0] == numbers[1]
+
+
+class Borrowed(nn.Module):
+    """Takes a parameter or a child away while it runs, and puts it back as the last one of its table."""
+
+    def __init__(self, table: str) -> None:
+        super().__init__()
+        self.table = table
+        if table == "_parameters":
+            self.a, self.b = (nn.Parameter(torch.randn(7)) for _ in range(2))
+        else:
+            self.a, self.b = nn.Linear(7, 7), nn.Linear(7, 7)
+
+    def forward(self, x):
+        table = getattr(self, self.table)
+        taken = table.pop("a")
+        try:
+            h = x * taken.exp() if isinstance(taken, nn.Parameter) else taken(x)
+            h = h.sin() * self.b if isinstance(taken, nn.Parameter) else self.b(h.sin())
+        finally:
+            table["a"] = taken
+        return nn.functional.dropout(h, 0.3).tanh()
+
+
+@pytest.mark.parametrize("table", ["_parameters", "_modules"])
+@CALLS
+def test_what_a_forward_takes_away_and_puts_back_has_its_name_in_the_replay(call, table):
+    """The order of the table is another then. Parameters were exchanged in silence, children an error."""
+    found = []
+    for way in (plain, call):
+        torch.manual_seed(1)
+        module, x = nn.Sequential(Borrowed(table), nn.Tanh()), torch.randn(4, 7, requires_grad=True)
+        outputs = [way(module, x) for _ in range(3)]
+        for output in reversed(outputs):
+            output.sum().backward()
+        found.append([*outputs, x.grad, *(p.grad for _, p in sorted(module.named_parameters()))])
+    assert_equal(found[1], found[0])
+
+
+def test_parameters_that_have_other_names_by_the_replay_are_an_error():
+    module = Borrowed("_parameters")
+    loss = checkpoint(module, torch.randn(4, 7)).sum()
+    module.c = module._parameters.pop("a")
+    with pytest.raises(RecomputationError, match="the parameters of region"):
+        loss.backward()

@@ -115,6 +115,7 @@ class Layout:
         inside: list[dict[str, Any]] = [module._modules for module in modules]
         end: dict[str, Any] = {"": _End()}
         self.children = values_of([*inside, end])
+        self._inside = [(table, table.copy()) for table in inside]
         norms = [(place, m) for place, m in enumerate(modules) if isinstance(m, norm_layer) and is_of_torch(m)]
         reach = {cls: reach_of(cls) for cls in {*map(type, modules)}}
         # Code of others names their statistics, as where a convolution and a BatchNorm are trained as one.
@@ -180,12 +181,20 @@ class Layout:
             self._attributes += [key for key in tensors if key not in self._attributes]
         return flags + [p is not None and p.requires_grad for table in self.parameters for p in table.values()]
 
-    def parameters_of(self, values: list[Any]) -> dict[Key, nn.Parameter | None] | None:
-        """The parameters among ``values`` of the tables; None if they are not as many as there are now."""
+    def has_other_children(self) -> bool:
+        """Whether modules have other children now, by their names: a forward may have put one back at the end."""
+        return any(now != then for now, then in self._inside)
+
+    def names(self) -> list[tuple[str, ...]]:
+        """The names of the parameters, in their order now: one that a forward takes away and puts back is the last."""
+        return list(map(tuple, self.parameters))
+
+    def parameters_of(self, values: list[Any], names: list[tuple[str, ...]]) -> dict[Key, nn.Parameter | None] | None:
+        """The parameters among ``values`` of the tables, which had ``names``; None if there are other names now."""
         first, end = len(self.children), self.children[-1]
-        parameters = list(takewhile(lambda value: value is not end, values[first:]))
-        keys = [(place, name) for place, table in enumerate(self.parameters) for name in table]
-        return dict(zip(keys, parameters)) if len(keys) == len(parameters) else None
+        parameters = takewhile(lambda value: value is not end, values[first:])
+        keys = [(place, name) for place, each in enumerate(names) for name in each]
+        return dict(zip(keys, parameters)) if [*map(set, names)] == [*map(set, self.parameters)] else None
 
     @property
     def is_compiled(self) -> bool:

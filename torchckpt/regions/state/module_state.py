@@ -54,7 +54,7 @@ class ModuleState:
 
     def __init__(self, layout: Layout, values: list[Any], is_locked: bool, is_reached: bool, is_plain: bool) -> None:
         self.layout, self._values, self._is_locked, self._is_reached = layout, values, is_locked, is_reached
-        self._versions = _versions(values, len(layout.children))
+        self._names, self._versions = layout.names(), _versions(values, len(layout.children))
         self._flags = layout.flags()
         self._stay: list[bool] = []
         """Which of ``_flags`` the forward has left as they were."""
@@ -66,7 +66,7 @@ class ModuleState:
         self._parameters: dict[Key, Copy] = _EMPTY
         """The parameters that forwards are known to change, as they are before this one."""
         if layout.changing_parameters:
-            parameters = layout.parameters_of(values) or {}
+            parameters = layout.parameters_of(values, self._names) or {}
             changing = [(key, parameters.get(key)) for key in layout.changing_parameters]
             self._parameters = {key: self._copy(key, p) for key, p in changing if p is not None and not _is_sharded(p)}
         self._buffers: dict[Key, tuple[Tensor | None, Copy | None]] = {}
@@ -115,7 +115,7 @@ class ModuleState:
         self._own = {*layout.added_attributes()}
         versions = _versions(self._values, len(layout.children))
         if versions != self._versions and not self._is_reached:
-            each = zip((layout.parameters_of(self._values) or {}).items(), self._versions, versions)
+            each = zip((layout.parameters_of(self._values, self._names) or {}).items(), self._versions, versions)
             self._after = {key: now for (key, p), then, now in each if then != now and not _is_sharded(p)}
             layout.changing_parameters |= self._after.keys()
             layout.changing |= self._after.keys()
@@ -163,7 +163,7 @@ class ModuleState:
         same = same and all(map(operator.is_, flags, self._flags)) and layout.lengths == lengths_of(layout.dicts)
         if same and layout.is_simple and not layout.unversioned:
             return None
-        if now[:first] != layout.children and not self._is_reached:
+        if now[:first] != layout.children and not self._is_reached and layout.has_other_children():
             raise _other_modules(function, "modules")
         substitutes = Substitutes([], {}, {}, [], layout)
         if not same:
@@ -184,7 +184,7 @@ class ModuleState:
         return substitutes if any(substitutes[:-1]) else None
 
     def _substitute_parameters(self, substitutes: Substitutes, function: Function) -> None:
-        then = self.layout.parameters_of(self._values)
+        then = self.layout.parameters_of(self._values, self._names)
         if then is None:
             raise _other_modules(function, "parameters")
         twins: dict[int, nn.Parameter] = {}
