@@ -383,6 +383,30 @@ def test_what_a_forward_takes_away_and_puts_back_has_its_name_in_the_replay(call
     assert_equal(found[1], found[0])
 
 
+class Exchanged(nn.Module):
+    """Takes both parameters away, and puts each back by the name of the other, in the order of before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.randn(7)) for _ in range(2))
+
+    def forward(self, x):
+        self._parameters.update(dict(zip("ba", [self._parameters.pop(name) for name in "ab"])))
+        return nn.functional.dropout(x * self.a.exp(), 0.3).sin() * self.b
+
+
+@CALLS
+def test_parameters_whose_names_a_forward_exchanges(call):
+    found = []
+    for way in (plain, call):
+        torch.manual_seed(1)
+        module, x = Exchanged(), torch.randn(4, 7, requires_grad=True)
+        for _ in range(3):
+            way(module, x).sum().backward()
+        found.append([x.grad, module.a.grad, module.b.grad])
+    assert_equal(found[1], found[0])
+
+
 def test_parameters_that_have_other_names_by_the_replay_are_an_error():
     module = Borrowed("_parameters")
     loss = checkpoint(module, torch.randn(4, 7)).sum()

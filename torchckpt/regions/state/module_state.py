@@ -161,6 +161,7 @@ class ModuleState:
         same = len(now) == len(then) and all(map(operator.is_, now, then)) and _versions(now, first) == self._versions
         flags = layout.flags()
         same = same and all(map(operator.is_, flags, self._flags)) and layout.lengths == lengths_of(layout.dicts)
+        same = same and self._names == layout.names()
         if same and layout.is_simple and not layout.unversioned:
             return None
         if now[:first] != layout.children and not self._is_reached and layout.has_other_children():
