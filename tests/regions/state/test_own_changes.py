@@ -413,3 +413,38 @@ def test_parameters_that_have_other_names_by_the_replay_are_an_error():
     module.c = module._parameters.pop("a")
     with pytest.raises(RecomputationError, match="the parameters of region"):
         loss.backward()
+
+
+class Alternates(nn.Module):
+    """Uses in each second call what the last one has left: a buffer that is None else, or an attribute."""
+
+    def __init__(self, is_buffer: bool) -> None:
+        super().__init__()
+        self.is_buffer = is_buffer
+        if is_buffer:
+            self.register_buffer("last", None)
+
+    def forward(self, x):
+        last = getattr(self, "last", None)
+        if last is None:
+            self.last = x.detach() + 1
+        elif self.is_buffer:
+            self.last = None
+        else:
+            del self.last
+        return nn.functional.dropout(x, 0.3).sin() * (2.0 if last is None else last)
+
+
+@pytest.mark.parametrize("is_buffer", [True, False])
+@CALLS
+def test_a_replay_leaves_nothing_where_two_forwards_have_come_back_to_nothing(call, is_buffer):
+    found = []
+    for way in (plain, call):
+        torch.manual_seed(1)
+        module, inputs = Alternates(is_buffer), [torch.randn(3, 7, requires_grad=True) for _ in range(6)]
+        for x, y in zip(inputs[::2], inputs[1::2]):
+            outputs = [way(module, x), way(module, y)]
+            for output in reversed(outputs):
+                output.square().sum().backward()
+        found.append([getattr(module, "last", None), *(x.grad for x in inputs)])
+    assert_equal(found[1], found[0])

@@ -162,7 +162,7 @@ class ModuleState:
         flags = layout.flags()
         same = same and all(map(operator.is_, flags, self._flags)) and layout.lengths == lengths_of(layout.dicts)
         same = same and self._names == layout.names()
-        if same and layout.is_simple and not layout.unversioned:
+        if same and layout.is_simple and not (layout.unversioned or layout.changing or self._own):
             return None
         if now[:first] != layout.children and not self._is_reached and layout.has_other_children():
             raise _other_modules(function, "modules")
@@ -170,7 +170,9 @@ class ModuleState:
         if not same:
             self._substitute_parameters(substitutes, function)
         self._substitute_buffers(substitutes)
-        substitutes.values.extend((layout.dict_of(key), key[1], NOTHING) for key in layout.added_attributes(self._own))
+        gone = {key for key in self._own if key[1] not in layout.dict_of(key)}  # the replay adds them again
+        added = (*layout.added_attributes(self._own), *gone)
+        substitutes.values.extend((layout.dict_of(key), key[1], NOTHING) for key in added)
         lent = [of for of, name, twin in substitutes.values if twin is not NOTHING or isinstance(of.get(name), Tensor)]
         substitutes.values.extend(layout.settings.others(self._flags, self._stay, flags, lent))
         if (substitutes.changed or substitutes.late) and (
@@ -221,6 +223,8 @@ class ModuleState:
         memory: dict[int | None, int] = {}
         for key, (tensor, copy) in self._buffers.items():
             if self._is_unchanged(key):
+                if key in self.layout.changing:  # what was None, and is again: the replay sets it
+                    substitutes.values.append((self.layout.dict_of(key), key[1], self.layout.dict_of(key)[key[1]]))
                 continue
             original = alive(self._non_leaves[key]) if key in self._non_leaves else None
             twin = tensor if original is None else original
