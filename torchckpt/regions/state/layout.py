@@ -122,8 +122,15 @@ class Layout:
         readers = {cls for cls in reach if not (issubclass(cls, norm_layer) or reach[cls].names.isdisjoint(STATISTICS))}
         replicas = {cls for cls in reach if issubclass(cls, DistributedDataParallel)}  # which send buffers
         readers |= replicas
-        read = {id(inner) for module in modules if norms and type(module) in readers for inner in module.modules()}
+        setters = {cls for cls in reach if not reach[cls].names.isdisjoint(("eval", "train"))}
+
+        def are_inside(classes: Set[type]) -> set[int]:
+            return {id(inner) for module in modules if norms and type(module) in classes for inner in module.modules()}
+
+        read, evaluated = are_inside(readers), are_inside(setters)
         self.norms = {place: weakref.ref(norm) for place, norm in norms if id(norm) not in read}
+        self._evaluated = {place for place, norm in norms if id(norm) in evaluated}
+        """Where a forward may set modes: it reads statistics in one call, and updates them in another."""
         others = [buffers for place, buffers in enumerate(self._buffers) if place not in self.norms]
         self.tables: list[dict[str, Any]] = [*inside, end, *self.parameters, end, *others]
         """The tables that each call compares: children, parameters, and the buffers of modules but norm layers."""
@@ -146,7 +153,7 @@ class Layout:
     def buffers(self) -> Iterator[tuple[Key, Tensor | None]]:
         """The buffers, and the tensors that are plain attributes of modules (old hooks put weights there)."""
         for place, buffers in enumerate(self._buffers):
-            if buffers and not (place in self.norms and updates(self.norms[place]())):
+            if buffers and (place in self._evaluated or not (place in self.norms and updates(self.norms[place]()))):
                 for name, tensor in buffers.items():
                     yield (place, name), tensor
         for key in self._attributes:
