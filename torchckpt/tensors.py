@@ -17,9 +17,9 @@ from torch.utils import _pytree as pytree
 
 __all__ = [
     "ATOMS", "MUTABLE", "PLAIN", "PutBack", "attributes_of", "copy_attributes", "detached", "flop_formula", "graded_as",
-    "gradient_bytes", "hidden_tensors", "hides_tensors", "inner_tensors", "is_iterator", "may_equal", "node_name",
-    "nodes_behind", "noted", "of_class", "parameter_as", "runs_when_accumulated", "tensors_in", "tensors_of",
-    "tensors_of_pair", "version_of",
+    "gradient_bytes", "hidden_tensors", "hides_tensors", "inner_tensors", "is_iterator", "lengths_in", "may_equal",
+    "node_name", "nodes_behind", "noted", "of_class", "parameter_as", "runs_when_accumulated", "tensors_in",
+    "tensors_of", "tensors_of_pair", "version_of", "with_lengths",
 ]
 
 ATOMS = frozenset({type(None), bool, int, float, complex, str})
@@ -106,6 +106,22 @@ def copy_attributes(source: Tensor, target: Tensor) -> Tensor:
     if source.__dict__:
         target.__dict__.update(source.__dict__)
     return target
+
+
+def lengths_in(tensor: Tensor) -> dict[str, Tensor]:
+    """The tensors that say how long the parts of a nested tensor are, if it is jagged."""
+    return {name: lengths for name in ("_offsets", "_lengths") if (lengths := getattr(tensor, name, None)) is not None}
+
+
+def with_lengths(tensor: Tensor, lengths: dict[str, Tensor]) -> Tensor:
+    """``tensor`` with the tensors ``lengths`` in place of its own, if these are equal."""
+    own = lengths_in(tensor)
+    if own.keys() != lengths.keys() or not all(map(torch.equal, own.values(), lengths.values())):
+        return tensor
+    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # of a subclass
+    parts = {name: getattr(tensor, name) for name in names} | lengths
+    again: Tensor = type(tensor).__tensor_unflatten__(parts, context, None, None)  # type: ignore[attr-defined]
+    return again
 
 
 def of_class(cls: type[Tensor], tensor: Tensor) -> Tensor:

@@ -31,6 +31,8 @@ class Replay(list[nn.Module]):
     """The norm layers that the forward has run, each with copies of its buffers from before, or with nothing."""
     watched: list[nn.Module]
     """The norm layers that have hooks, by which they are lent copies."""
+    lent: Sequence[nn.Module]
+    """Those whose own buffers are lent, too: they keep the copies to the end, as code may read what they update."""
     compiles = False
     """Whether Dynamo has compiled code in it."""
 

@@ -216,3 +216,17 @@ def twice_the_same(result):
     while not torch.equal(first, again := result()):
         first = again
     return first
+
+
+def test_a_region_that_runs_a_backward_itself_where_mutation_is_allowed():
+    """The replay inside of the forward saves copies, whose versions a second replay compared with those of weights."""
+    layer, x = torch.nn.Linear(4, 4), leaf(3, 4)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+
+    def function(x):
+        y = layer(x).sin()
+        return y * torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+
+    with allow_mutation_on_saved_tensors():
+        assert_program_transparent(checkpoint, lambda call, x: call(function, x), x, modules=[layer])

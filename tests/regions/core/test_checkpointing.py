@@ -162,3 +162,16 @@ def test_options_change_no_gradient(device, early_stop, determinism_check):
 
     assert_transparent(pair, block, x, modules=[block])
     assert_transparent(plain, block, x, modules=[block])
+
+
+def test_what_recompute_returns_has_the_attributes_of_the_outputs():
+    class Tagged(torch.Tensor):
+        """Tells where it comes from."""
+
+    def function(x):
+        output = x.sin().as_subclass(Tagged)
+        output.tag = "sin"
+        return output
+
+    output = by_hand(function, leaf(3))
+    assert (type(output), output.tag) == (Tagged, "sin")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import by_hand, plain
+from tests.helpers import assert_equal, by_hand, plain, prefetched
 from tests.slow import few
 from torchckpt import Pipe, RecomputationError, checkpoint
 from torchckpt.pipe import DeferredBatchNorm
@@ -235,3 +235,37 @@ def test_forward_that_reads_statistics_and_then_moves_them():
     received = gradients(checkpoint(twin.eval(), x), twin)
     for one, *others in zip(received, *expected):
         torch.testing.assert_close(one, sum(others))
+
+
+class Distilled(nn.Module):
+    """Compares a call in evaluation, without a graph, with one in training."""
+
+    def __init__(self, is_first: bool) -> None:
+        super().__init__()
+        self.net, self.is_first = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3)), is_first
+
+    def target(self, x):
+        self.net.eval()
+        with torch.no_grad():
+            target = self.net(x)
+        self.net.train()
+        return target
+
+    def forward(self, x):
+        target = self.target(x) if self.is_first else None
+        return (self.net(x) - (self.target(x) if target is None else target)).pow(2)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("call", [checkpoint, by_hand, prefetched], ids=lambda call: call.__name__)
+def test_a_forward_that_evaluates_its_norm_layers_and_trains_them(call, is_first):
+    """The replay evaluated them with statistics that had moved: other gradients in silence."""
+    found = []
+    for way in (plain, call):
+        torch.manual_seed(1)
+        module, inputs = Distilled(is_first), [torch.randn(5, 4, requires_grad=True) for _ in range(4)]
+        outputs = [way(module, x) for x in inputs]
+        for output in reversed(outputs):
+            output.sum().backward()
+        found.append([*outputs, *(x.grad for x in inputs), *module.buffers(), *(p.grad for p in module.parameters())])
+    assert_equal(found[1], found[0])

@@ -344,3 +344,107 @@ def test_numbers_that_go_with_the_tensors_of_a_module_are_those_of_the_forward(c
         numbers.append([value for value in vars(module[1]).values() if isinstance(value, (bool, int))])
     assert_equal(found[4:], found[:4])
     assert numbers[0] == numbers[1]
+
+
+class Borrowed(nn.Module):
+    """Takes a parameter or a child away while it runs, and puts it back as the last one of its table."""
+
+    def __init__(self, table: str) -> None:
+        super().__init__()
+        self.table = table
+        if table == "_parameters":
+            self.a, self.b = (nn.Parameter(torch.randn(7)) for _ in range(2))
+        else:
+            self.a, self.b = nn.Linear(7, 7), nn.Linear(7, 7)
+
+    def forward(self, x):
+        table = getattr(self, self.table)
+        taken = table.pop("a")
+        try:
+            h = x * taken.exp() if isinstance(taken, nn.Parameter) else taken(x)
+            h = h.sin() * self.b if isinstance(taken, nn.Parameter) else self.b(h.sin())
+        finally:
+            table["a"] = taken
+        return nn.functional.dropout(h, 0.3).tanh()
+
+
+@pytest.mark.parametrize("table", ["_parameters", "_modules"])
+@CALLS
+def test_what_a_forward_takes_away_and_puts_back_has_its_name_in_the_replay(call, table):
+    """The order of the table is another then. Parameters were exchanged in silence, children an error."""
+    found = []
+    for way in (plain, call):
+        torch.manual_seed(1)
+        module, x = nn.Sequential(Borrowed(table), nn.Tanh()), torch.randn(4, 7, requires_grad=True)
+        outputs = [way(module, x) for _ in range(3)]
+        for output in reversed(outputs):
+            output.sum().backward()
+        found.append([*outputs, x.grad, *(p.grad for _, p in sorted(module.named_parameters()))])
+    assert_equal(found[1], found[0])
+
+
+class Exchanged(nn.Module):
+    """Takes both parameters away, and puts each back by the name of the other, in the order of before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.randn(7)) for _ in range(2))
+
+    def forward(self, x):
+        self._parameters.update(dict(zip("ba", [self._parameters.pop(name) for name in "ab"])))
+        return nn.functional.dropout(x * self.a.exp(), 0.3).sin() * self.b
+
+
+@CALLS
+def test_parameters_whose_names_a_forward_exchanges(call):
+    found = []
+    for way in (plain, call):
+        torch.manual_seed(1)
+        module, x = Exchanged(), torch.randn(4, 7, requires_grad=True)
+        for _ in range(3):
+            way(module, x).sum().backward()
+        found.append([x.grad, module.a.grad, module.b.grad])
+    assert_equal(found[1], found[0])
+
+
+def test_parameters_that_have_other_names_by_the_replay_are_an_error():
+    module = Borrowed("_parameters")
+    loss = checkpoint(module, torch.randn(4, 7)).sum()
+    module.c = module._parameters.pop("a")
+    with pytest.raises(RecomputationError, match="the parameters of region"):
+        loss.backward()
+
+
+class Alternates(nn.Module):
+    """Uses in each second call what the last one has left: a buffer that is None else, or an attribute."""
+
+    def __init__(self, is_buffer: bool) -> None:
+        super().__init__()
+        self.is_buffer = is_buffer
+        if is_buffer:
+            self.register_buffer("last", None)
+
+    def forward(self, x):
+        last = getattr(self, "last", None)
+        if last is None:
+            self.last = x.detach() + 1
+        elif self.is_buffer:
+            self.last = None
+        else:
+            del self.last
+        return nn.functional.dropout(x, 0.3).sin() * (2.0 if last is None else last)
+
+
+@pytest.mark.parametrize("is_buffer", [True, False])
+@CALLS
+def test_a_replay_leaves_nothing_where_two_forwards_have_come_back_to_nothing(call, is_buffer):
+    found = []
+    for way in (plain, call):
+        torch.manual_seed(1)
+        module, inputs = Alternates(is_buffer), [torch.randn(3, 7, requires_grad=True) for _ in range(6)]
+        for x, y in zip(inputs[::2], inputs[1::2]):
+            outputs = [way(module, x), way(module, y)]
+            for output in reversed(outputs):
+                output.square().sum().backward()
+        found.append([getattr(module, "last", None), *(x.grad for x in inputs)])
+    assert_equal(found[1], found[0])

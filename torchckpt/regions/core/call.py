@@ -229,6 +229,7 @@ class Call:
             looked = {layer for layer, *_ in self._looked}
             ran = {layer: ran[layer] for layer in ran if layer in looked or not state.has_statistics_of(layer)}
         replay.ran, replay.watched = ran, []
+        replay.lent = () if state is None else [layer for layer in ran if state.has_statistics_of(layer)]
         thread, graded = local.thread, torch.is_grad_enabled()
         flags, scope = thread.flags, thread.scope
         random_after: RandomState = []

@@ -272,7 +272,7 @@ class Checkpointing:
         joined = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad}
         for key, leaf in joined.items():
             forked, edge = fork(leaf)  # [4]
-            joined[key] = join(forked, recompute(self._frame, edge))  # [5], [8]
+            joined[key] = copy_attributes(leaf, join(forked, recompute(self._frame, edge)))  # [5], [8]
         return pytree.tree_unflatten([joined.get(id(leaf), leaf) for leaf in leaves], spec)
 
     def prefetch(self) -> None:

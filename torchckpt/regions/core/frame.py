@@ -34,6 +34,7 @@ from torchckpt.regions.private import (
     mutation_is_allowed,
     newest_node,
     outside_transforms,
+    set_version,
     settings_of_torch,
 )
 from torchckpt.regions.saved import held
@@ -228,17 +229,18 @@ class Frame:
                 return tensor.detach()
             place = len(fresh)
             if place < total:
-                saved = tensor.detach().clone() if copies else held(tensor)
+                saved = set_version(tensor.detach().clone(), tensor._version) if copies else held(tensor)
+                again = slots[place].of_forward(saved)
                 if checked:
                     replay = local.thread.flags[2] if compilations.total != compiled else None
                     compiles = replay is not None and replay.compiles
                     if compiles and not self._values:
                         raise compiled_anew(call.function)
-                    if not slots[place].accepts(tensor, by_values or compiles):
+                    if not slots[place].accepts(tensor if again is saved else again, by_values or compiles):
                         caller = sys._getframe().f_back
                         different.append(Difference(slots[place], tensor, place_of(caller, call.function)))
                         return saved
-                fresh.append((saved, saved._version))
+                fresh.append((again, again._version))
                 if place + 1 < total or not stops or goes_on(tensor, sys._getframe().f_back, call.function):
                     return saved
                 if self.tail is not None:

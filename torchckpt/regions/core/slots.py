@@ -2,14 +2,17 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchckpt.errors import RecomputationError
 from torchckpt.regions.places import Place, place_of
+from torchckpt.regions.private import set_version
 from torchckpt.regions.state.ambient import is_made_here
 from torchckpt.regions.state.norms import is_statistic
+from torchckpt.tensors import lengths_in, with_lengths
 
 __all__ = ["PlacedSlot", "Slot", "describe", "fingerprint", "sample"]
 
@@ -23,14 +26,15 @@ class Slot:
     The graph node that saved the tensor owns the slot, so a recomputed tensor lives as long as a saved tensor in eager.
     """
 
-    __slots__ = ("device", "dtype", "fingerprint", "shape", "tensor", "version")
+    __slots__ = ("device", "dtype", "fingerprint", "ragged", "shape", "tensor", "version")
     place: Place | None = None
     operation = ""
 
     def __init__(self, tensor: Tensor, values: bool, sampled: bool = False) -> None:
         self.tensor: Tensor | None = None
         self.version = tensor._version  # when it was saved, in the forward and in the replay alike
-        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+        self.shape, self.dtype, self.device = _shape_of(tensor), tensor.dtype, tensor.device
+        self.ragged = lengths_in(tensor) if tensor.is_nested else None
         self.fingerprint = fingerprint(tensor) if values else sample(tensor) if sampled else None
 
     def unpack(self) -> Tensor:
@@ -47,9 +51,16 @@ class Slot:
             )
         return tensor
 
+    def of_forward(self, tensor: Tensor) -> Tensor:
+        """``tensor``, saved by the replay; if it is jagged, with the offsets of the forward, where these are equal.
+        Torch tells lengths apart by the tensor that holds them: a gradient has none but those of the forward."""
+        if not self.ragged or _shape_of(tensor) == self.shape:
+            return tensor
+        return set_version(with_lengths(tensor, self.ragged), tensor._version)
+
     def accepts(self, tensor: Tensor, values: bool) -> bool:
         """Whether ``tensor``, saved by the replay, is as the forward saved it; with ``values``, its bits, too."""
-        if tensor.shape != self.shape or tensor.dtype != self.dtype or tensor.device != self.device:
+        if _shape_of(tensor) != self.shape or tensor.dtype != self.dtype or tensor.device != self.device:
             return False
         values = values and self.fingerprint is not None
         if tensor._version == self.version and not values:
@@ -94,7 +105,15 @@ class PlacedSlot(Slot):
 
 def describe(tensor: Tensor | Slot) -> str:
     """Dtype, shape and device in words, such as ``float32 (4, 8) on cpu``."""
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} on {tensor.device}"
+    shape = tensor.shape if isinstance(tensor, Slot) else _shape_of(tensor)
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(shape)} on {tensor.device}"
+
+
+def _shape_of(tensor: Tensor) -> tuple[Any, ...]:
+    try:
+        return tensor.shape
+    except RuntimeError:  # a nested tensor that is not jagged: each part has a shape
+        return tuple(map(tuple, tensor._nested_tensor_size().tolist()))
 
 
 def fingerprint(tensor: Tensor) -> int | None:
@@ -145,7 +164,8 @@ def _is_near(then: Tensor, now: Tensor) -> bool:
 
 
 def _is_read(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided and not tensor.is_meta
+    is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+    return is_plain and not (tensor.is_meta or tensor.is_nested)
 
 
 def _high(bits: Tensor) -> Tensor:

@@ -139,7 +139,7 @@ class Input:
         else:
             with torch.no_grad():
                 self._kept = hooks[0](tensor)
-            self._unpack, self._strides = hooks[1], tensor.stride() if tensor.layout == torch.strided else None
+            self._unpack, self._strides = hooks[1], tensor.stride() if _has_strides(tensor) else None
 
     def unpack(self, whose: str) -> Tensor:
         """The tensor, or its twin. Raises ``RuntimeError`` if it was changed in place; the error calls it ``whose``."""
@@ -168,7 +168,7 @@ class Input:
             return False
         if not self._is_non_leaf:  # a leaf with new data: eager autograd would see it, too
             return True
-        if self._unpack is not None or original.layout != torch.strided:
+        if self._unpack is not None or not _has_strides(original):
             return not original.is_leaf
         return not original.is_leaf and original.is_set_to(kept)
 
@@ -197,6 +197,10 @@ class Input:
         )
 
 
+def _has_strides(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested
+
+
 def _laid_out(tensor: Tensor, strides: tuple[int, ...] | None) -> Tensor:
     """``tensor``, of which hooks have made a copy, with the strides from before. If there were gaps, without them."""
     if strides is None or tensor.stride() == strides or tensor.dim() != len(strides):
@@ -221,7 +225,7 @@ def _behind_a_node(leaf: Tensor) -> Tensor:
     graded = torch.is_grad_enabled()
     set_grad_enabled(True)
     try:
-        if leaf.layout == torch.strided and not mutation_is_allowed():
+        if _has_strides(leaf) and not mutation_is_allowed():
             return of_class(leaf.__class__, leaf[...])
         return leaf.expand_as(leaf) if leaf.layout == torch.jagged else of_class(leaf.__class__, leaf.clone())
     finally:

@@ -113,14 +113,22 @@ class Layout:
         inside: list[dict[str, Any]] = [module._modules for module in modules]
         end: dict[str, Any] = {"": _End()}
         self.children = values_of([*inside, end])
+        self._inside = [(table, table.copy()) for table in inside]
         norms = [(place, m) for place, m in enumerate(modules) if isinstance(m, norm_layer) and is_of_torch(m)]
         reach = {cls: reach_of(cls) for cls in {*map(type, modules)}}
         # Code of others names their statistics, as where a convolution and a BatchNorm are trained as one.
         readers = {cls for cls in reach if not (issubclass(cls, norm_layer) or reach[cls].names.isdisjoint(STATISTICS))}
         replicas = {cls for cls in reach if issubclass(cls, DistributedDataParallel)}  # which send buffers
         readers |= replicas
-        read = {id(inner) for module in modules if norms and type(module) in readers for inner in module.modules()}
+        setters = {cls for cls in reach if not reach[cls].names.isdisjoint(("eval", "train"))}
+
+        def are_inside(classes: Set[type]) -> set[int]:
+            return {id(inner) for module in modules if norms and type(module) in classes for inner in module.modules()}
+
+        read, evaluated = are_inside(readers), are_inside(setters)
         self.norms = {place: weakref.ref(norm) for place, norm in norms if id(norm) not in read}
+        self._evaluated = {place for place, norm in norms if id(norm) in evaluated}
+        """Where a forward may set modes: it reads statistics in one call, and updates them in another."""
         others = [buffers for place, buffers in enumerate(self._buffers) if place not in self.norms]
         self.tables: list[dict[str, Any]] = [*inside, end, *self.parameters, end, *others]
         """The tables that each call compares: children, parameters, and the buffers of modules but norm layers."""
@@ -143,7 +151,7 @@ class Layout:
     def buffers(self) -> Iterator[tuple[Key, Tensor | None]]:
         """The buffers, and the tensors that are plain attributes of modules (old hooks put weights there)."""
         for place, buffers in enumerate(self._buffers):
-            if buffers and not (place in self.norms and updates(self.norms[place]())):
+            if buffers and (place in self._evaluated or not (place in self.norms and updates(self.norms[place]()))):
                 for name, tensor in buffers.items():
                     yield (place, name), tensor
         for key in self._attributes:
@@ -178,12 +186,20 @@ class Layout:
             self._attributes += [key for key in tensors if key not in self._attributes]
         return flags + [p is not None and p.requires_grad for table in self.parameters for p in table.values()]
 
-    def parameters_of(self, values: list[Any]) -> dict[Key, nn.Parameter | None] | None:
-        """The parameters among ``values`` of the tables; None if they are not as many as there are now."""
+    def has_other_children(self) -> bool:
+        """Whether modules have other children now, by their names: a forward may have put one back at the end."""
+        return any(now != then for now, then in self._inside)
+
+    def names(self) -> list[tuple[str, ...]]:
+        """The names of the parameters, in their order now: one that a forward takes away and puts back is the last."""
+        return list(map(tuple, self.parameters))
+
+    def parameters_of(self, values: list[Any], names: list[tuple[str, ...]]) -> dict[Key, nn.Parameter | None] | None:
+        """The parameters among ``values`` of the tables, which had ``names``; None if there are other names now."""
         first, end = len(self.children), self.children[-1]
-        parameters = list(takewhile(lambda value: value is not end, values[first:]))
-        keys = [(place, name) for place, table in enumerate(self.parameters) for name in table]
-        return dict(zip(keys, parameters)) if len(keys) == len(parameters) else None
+        parameters = takewhile(lambda value: value is not end, values[first:])
+        keys = [(place, name) for place, each in enumerate(names) for name in each]
+        return dict(zip(keys, parameters)) if [*map(set, names)] == [*map(set, self.parameters)] else None
 
     @property
     def is_compiled(self) -> bool:

@@ -54,7 +54,7 @@ class ModuleState:
 
     def __init__(self, layout: Layout, values: list[Any], is_locked: bool, is_reached: bool, is_plain: bool) -> None:
         self.layout, self._values, self._is_locked, self._is_reached = layout, values, is_locked, is_reached
-        self._versions = _versions(values, len(layout.children))
+        self._names, self._versions = layout.names(), _versions(values, len(layout.children))
         self._flags = layout.flags()
         self._stay: list[bool] = []
         """Which of ``_flags`` the forward has left as they were."""
@@ -66,7 +66,7 @@ class ModuleState:
         self._parameters: dict[Key, Copy] = _EMPTY
         """The parameters that forwards are known to change, as they are before this one."""
         if layout.changing_parameters:
-            parameters = layout.parameters_of(values) or {}
+            parameters = layout.parameters_of(values, self._names) or {}
             changing = [(key, parameters.get(key)) for key in layout.changing_parameters]
             self._parameters = {key: self._copy(key, p) for key, p in changing if p is not None and not _is_sharded(p)}
         self._buffers: dict[Key, tuple[Tensor | None, Copy | None]] = {}
@@ -115,7 +115,7 @@ class ModuleState:
         self._own = {*layout.added_attributes()}
         versions = _versions(self._values, len(layout.children))
         if versions != self._versions and not self._is_reached:
-            each = zip((layout.parameters_of(self._values) or {}).items(), self._versions, versions)
+            each = zip((layout.parameters_of(self._values, self._names) or {}).items(), self._versions, versions)
             self._after = {key: now for (key, p), then, now in each if then != now and not _is_sharded(p)}
             layout.changing_parameters |= self._after.keys()
             layout.changing |= self._after.keys()
@@ -161,15 +161,18 @@ class ModuleState:
         same = len(now) == len(then) and all(map(operator.is_, now, then)) and _versions(now, first) == self._versions
         flags = layout.flags()
         same = same and all(map(operator.is_, flags, self._flags)) and layout.lengths == lengths_of(layout.dicts)
-        if same and layout.is_simple and not layout.unversioned:
+        same = same and self._names == layout.names()
+        if same and layout.is_simple and not (layout.unversioned or layout.changing or self._own):
             return None
-        if now[:first] != layout.children and not self._is_reached:
+        if now[:first] != layout.children and not self._is_reached and layout.has_other_children():
             raise _other_modules(function, "modules")
         substitutes = Substitutes([], {}, {}, [], layout)
         if not same:
             self._substitute_parameters(substitutes, function)
         self._substitute_buffers(substitutes)
-        substitutes.values.extend((layout.dict_of(key), key[1], NOTHING) for key in layout.added_attributes(self._own))
+        gone = {key for key in self._own if key[1] not in layout.dict_of(key)}  # the replay adds them again
+        added = (*layout.added_attributes(self._own), *gone)
+        substitutes.values.extend((layout.dict_of(key), key[1], NOTHING) for key in added)
         lent = [of for of, name, twin in substitutes.values if twin is not NOTHING or isinstance(of.get(name), Tensor)]
         substitutes.values.extend(layout.settings.others(self._flags, self._stay, flags, lent))
         if (substitutes.changed or substitutes.late) and (
@@ -184,7 +187,7 @@ class ModuleState:
         return substitutes if any(substitutes[:-1]) else None
 
     def _substitute_parameters(self, substitutes: Substitutes, function: Function) -> None:
-        then = self.layout.parameters_of(self._values)
+        then = self.layout.parameters_of(self._values, self._names)
         if then is None:
             raise _other_modules(function, "parameters")
         twins: dict[int, nn.Parameter] = {}
@@ -220,6 +223,8 @@ class ModuleState:
         memory: dict[int | None, int] = {}
         for key, (tensor, copy) in self._buffers.items():
             if self._is_unchanged(key):
+                if key in self.layout.changing:  # what was None, and is again: the replay sets it
+                    substitutes.values.append((self.layout.dict_of(key), key[1], self.layout.dict_of(key)[key[1]]))
                 continue
             original = alive(self._non_leaves[key]) if key in self._non_leaves else None
             twin = tensor if original is None else original

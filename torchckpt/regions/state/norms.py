@@ -213,13 +213,13 @@ def _use_copies(layer: nn.Module, values: _Values) -> None:
         _copied[layer] = users + 1, own
 
 
-def _restore_buffers(layer: nn.Module) -> None:
-    """Put back the own buffers of ``layer``, once nobody else uses the copies."""
+def _restore_buffers(layer: nn.Module, keeps: bool = False) -> None:
+    """Put back the own buffers of ``layer``, once nobody else uses the copies. Or keep these, if the own are lent."""
     with _lock:
         users, own = _copied.pop(layer)
         if users > 1:
             _copied[layer] = users - 1, own
-        else:
+        elif not keeps:
             layer._buffers.update(own)
 
 
@@ -252,7 +252,7 @@ def _after_call(layer: nn.Module, _: Any, __: Any) -> None:
     replay = local.thread.flags[2]
     if replay is not None and layer in replay:
         replay.remove(layer)
-        _restore_buffers(layer)
+        _restore_buffers(layer, layer in replay.lent)
 
 
 _KEY = id(_before_call)

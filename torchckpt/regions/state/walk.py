@@ -159,6 +159,7 @@ def reach_of(cls: type[nn.Module]) -> Reach:
         walks = Walk(getattr_static(cls, "forward"), cls), Walk(*own)
         sources = [source for walk in walks for source in walk.sources]
         functions = chain.from_iterable(walk.functions for walk in walks)
-        names = chain.from_iterable(names_in(function.__code__) for function in functions)
+        called = (function.__code__ for function in functions if function.__name__ != "train")  # by loops, not forwards
+        names = chain.from_iterable(map(names_in, called))
         reach = _of_classes[cls] = Reach(sources, frozenset(names))
     return reach
