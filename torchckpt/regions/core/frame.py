@@ -230,7 +230,7 @@ class Frame:
             place = len(fresh)
             if place < total:
                 saved = set_version(tensor.detach().clone(), tensor._version) if copies else held(tensor)
-                again = slots[place].of_forward(saved)
+                again = slots[place].of_forward(saved) if slots[place].ragged else saved
                 if checked:
                     replay = local.thread.flags[2] if compilations.total != compiled else None
                     compiles = replay is not None and replay.compiles

@@ -33,8 +33,9 @@ class Slot:
     def __init__(self, tensor: Tensor, values: bool, sampled: bool = False) -> None:
         self.tensor: Tensor | None = None
         self.version = tensor._version  # when it was saved, in the forward and in the replay alike
-        self.shape, self.dtype, self.device = _shape_of(tensor), tensor.dtype, tensor.device
-        self.ragged = lengths_in(tensor) if tensor.is_nested else None
+        self.dtype, self.device, is_nested = tensor.dtype, tensor.device, tensor.is_nested
+        self.shape = _shape_of(tensor) if is_nested else tensor.shape
+        self.ragged = lengths_in(tensor) if is_nested else {}
         self.fingerprint = fingerprint(tensor) if values else sample(tensor) if sampled else None
 
     def unpack(self) -> Tensor:
@@ -54,9 +55,8 @@ class Slot:
     def of_forward(self, tensor: Tensor) -> Tensor:
         """``tensor``, saved by the replay; if it is jagged, with the offsets of the forward, where these are equal.
         Torch tells lengths apart by the tensor that holds them: a gradient has none but those of the forward."""
-        if not self.ragged or _shape_of(tensor) == self.shape:
-            return tensor
-        return set_version(with_lengths(tensor, self.ragged), tensor._version)
+        is_same = not self.ragged or _shape_of(tensor) == self.shape
+        return tensor if is_same else set_version(with_lengths(tensor, self.ragged), tensor._version)
 
     def accepts(self, tensor: Tensor, values: bool) -> bool:
         """Whether ``tensor``, saved by the replay, is as the forward saved it; with ``values``, its bits, too."""

@@ -190,16 +190,17 @@ class Layout:
         """Whether modules have other children now, by their names: a forward may have put one back at the end."""
         return any(now != then for now, then in self._inside)
 
-    def names(self) -> list[tuple[str, ...]]:
+    def names(self) -> list[str]:
         """The names of the parameters, in their order now: one that a forward takes away and puts back is the last."""
-        return list(map(tuple, self.parameters))
+        return [*chain.from_iterable(self.parameters)]
 
-    def parameters_of(self, values: list[Any], names: list[tuple[str, ...]]) -> dict[Key, nn.Parameter | None] | None:
+    def parameters_of(self, values: list[Any], names: list[str]) -> dict[Key, nn.Parameter | None] | None:
         """The parameters among ``values`` of the tables, which had ``names``; None if there are other names now."""
         first, end = len(self.children), self.children[-1]
         parameters = takewhile(lambda value: value is not end, values[first:])
-        keys = [(place, name) for place, each in enumerate(names) for name in each]
-        return dict(zip(keys, parameters)) if [*map(set, names)] == [*map(set, self.parameters)] else None
+        now = [(place, name) for place, table in enumerate(self.parameters) for name in table]
+        keys = [(place, name) for (place, _), name in zip(now, names)]
+        return dict(zip(keys, parameters)) if {*keys} == {*now} and len(names) == len(now) else None
 
     @property
     def is_compiled(self) -> bool:
