@@ -269,3 +269,20 @@ def test_a_forward_that_evaluates_its_norm_layers_and_trains_them(call, is_first
             output.sum().backward()
         found.append([*outputs, *(x.grad for x in inputs), *module.buffers(), *(p.grad for p in module.parameters())])
     assert_equal(found[1], found[0])
+
+
+def test_layer_that_one_forward_calls_in_training_and_then_in_evaluation():
+    class Settling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            y = self.norm.train()(x)
+            return self.norm.eval()(y.sin())
+
+    module, x = Settling(), torch.randn(6, 4)
+    twin = copy.deepcopy(module)
+    expected, received = gradients(module(x), module), gradients(checkpoint(twin, x), twin)
+    assert all(torch.equal(one, other) for one, other in zip(received, expected))
+    assert all(torch.equal(one, other) for one, other in zip(twin.buffers(), module.buffers()))

@@ -196,18 +196,19 @@ class Call:
         # Read the arguments first: inside an outer region they are slots, and reading them replays the outer region.
         args, kwargs, tensors = self._boundary.arguments()
         if self._entry is not None:
-            state = () if self.module_state is None else self.module_state.tensors()
-            self._entry.wait_before_using([*tensors, *state])
+            of_modules = () if self.module_state is None else self.module_state.tensors()
+            self._entry.wait_before_using([*tensors, *of_modules])
         function = self.function if self._draws is None else self._draws.under(self.function, is_replay=True)
         if self._contexts is not None:
             function = inside(self._take_context(), function)
         if self._ran is None and self.module_state is not None:  # the forward runs a backward itself
             self.module_state.note_changes(has_ended=False)
-        substitutes = None if self.module_state is None else self.module_state.substitutes(self.function)
-        if substitutes is not None:
-            function = inside(substituted(substitutes, self.function), inside(norms.calls_end(), function))
+        state = self.module_state
+        if state is not None and (substitutes := state.substitutes(self.function)) is not None:
+            lent = substituted(substitutes, self.function, state.begin)
+            function = inside(lent, inside(norms.calls_end(), function))
         for layer in norms.moved(self._noted.read) if self._noted.read else ():
-            if self.module_state is None or not self.module_state.has_statistics_of(layer):
+            if state is None or not state.has_statistics_of(layer):
                 path = f"{type(layer).__name__}.running_mean"
                 raise changed_in_place(self.function, layer.get_buffer("running_mean"), path)
         then, random = ambient
@@ -218,6 +219,8 @@ class Call:
             function = inside(use_settings(then), function)
             if changing or differ_in_process(then, now):
                 again, is_alone = inside(use_settings_of_process(then), again), True
+        if state is not None and state.layout.rearranged:
+            again, is_alone = inside(state.unchanged(), again), True
         if is_alone:
             again = inside(exclusive(self.function), again)
         return again(partial(function, *args, **kwargs), random, pack, unpack)
@@ -241,6 +244,8 @@ class Call:
             try:
                 if replay.ran:
                     norms.lend(replay, runs_compiled_code(self.function))
+                if state is not None:
+                    state.begin()
                 return run()
             finally:
                 if replay.ran:
@@ -300,16 +305,19 @@ _SAVE_EARLY = frozenset(("rrelu", "rrelu_", "rrelu_with_noise", "rrelu_with_nois
 """Functions that save their noise before their kernel writes it."""
 
 
-def goes_on(tensor: Tensor, frame: FrameType | None, function: Function) -> bool:
+def goes_on(tensor: Tensor, frame: FrameType | None, call: Call) -> bool:
     """Whether a replay goes on, without Stop, when ``frame`` has saved the last ``tensor``. None: the engine has, in a
     backward that keeps its graph.
 
-    It does if the kernel that writes it is still to run, or if ``function`` only returns from here on: an exception
-    that passes through C++ takes as long as ten tiny operations. In the second case ``frame`` is the function's own
-    frame, and its next instruction returns.
+    It does if the kernel that writes it is still to run, or if the modules do not hold what it has found, which its
+    rest may put back, or if the function only returns from here on: an exception that passes through C++ takes as long
+    as ten tiny operations. Then ``frame`` is the function's own frame, and its next instruction returns.
     """
+    if call.module_state is not None and not call.module_state.is_as_found():
+        return True
     if frame is None:
         return False
+    function = call.function
     code = frame.f_code
     if not _SAVE_EARLY.isdisjoint(code.co_names):
         return True

@@ -241,7 +241,7 @@ class Frame:
                         different.append(Difference(slots[place], tensor, place_of(caller, call.function)))
                         return saved
                 fresh.append((again, again._version))
-                if place + 1 < total or not stops or goes_on(tensor, sys._getframe().f_back, call.function):
+                if place + 1 < total or not stops or goes_on(tensor, sys._getframe().f_back, call):
                     return saved
                 if self.tail is not None:
                     self.tail()

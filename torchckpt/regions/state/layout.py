@@ -103,6 +103,8 @@ class Layout:
         self.changing_parameters: set[Key] = {(at, "weight") for at in limited if "weight" in self.parameters[at]}
         """The parameters that a forward has changed in place. An embedding with ``max_norm`` will."""
         self.changing |= self.changing_parameters
+        self.rearranged = False
+        """Whether a forward has left other modes, children, parameters or buffers than it found, or flags of these."""
         self._buffers: list[dict[str, Any]] = [module._buffers for module in modules]
         counted = [(place, buffers) for place, buffers in enumerate(self._buffers) if COUNTER in buffers]
         self.statistics = {(place, name): buffers for place, buffers in counted for name in STATISTICS}
@@ -130,6 +132,8 @@ class Layout:
         self._evaluated = {place for place, norm in norms if id(norm) in evaluated}
         """Where a forward may set modes: it reads statistics in one call, and updates them in another."""
         others = [buffers for place, buffers in enumerate(self._buffers) if place not in self.norms]
+        self._unwatched = [of for place, of in enumerate(self.dicts) if place not in self.norms]
+        self._of_torch = [vars(module) for module in modules if is_of_torch(module)]
         self.tables: list[dict[str, Any]] = [*inside, end, *self.parameters, end, *others]
         """The tables that each call compares: children, parameters, and the buffers of modules but norm layers."""
         self.without_buffers = len(values_of(self.tables[: -len(others)] if others else self.tables))
@@ -184,7 +188,18 @@ class Layout:
         if tensors:
             self.is_simple = False
             self._attributes += [key for key in tensors if key not in self._attributes]
-        return flags + [p is not None and p.requires_grad for table in self.parameters for p in table.values()]
+        return flags + self.graded()
+
+    def graded(self) -> list[bool]:
+        """Whether each parameter requires grad."""
+        return [p is not None and p.requires_grad for table in self.parameters for p in table.values()]
+
+    def held(self, own: Set[Key]) -> list[Any]:
+        """What the modules hold now, but for settings and the buffers of norm layers; of dictionaries and hooks, how
+        many there are. ``own``: attributes that were added."""
+        hooks = chain.from_iterable((of["_forward_hooks"], of["_forward_pre_hooks"]) for of in self._unwatched)
+        attributes = (self.dict_of(key).get(key[1]) for key in (*self._attributes, *own))
+        return [*values_of([*self._of_torch, *self.tables]), *attributes, *map(len, chain(self.dicts, hooks))]
 
     def has_other_children(self) -> bool:
         """Whether modules have other children now, by their names: a forward may have put one back at the end."""

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Sequence, Set
-from itertools import chain
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -30,8 +31,16 @@ from torchckpt.regions.private import alive, set_version, storage_key
 from torchckpt.regions.state.layout import Copy, Layout, layout_of, lengths_of, values_of
 from torchckpt.regions.state.reached import runs_compiled_code
 from torchckpt.regions.state.settings import Key
-from torchckpt.regions.state.substitutes import NOTHING, Late, Substitutes, changed_in_place, changed_late, lock_state
-from torchckpt.tensors import may_equal, parameter_as, version_of
+from torchckpt.regions.state.substitutes import (
+    NOTHING,
+    Late,
+    Substitutes,
+    changed_in_place,
+    changed_late,
+    lock_state,
+    put,
+)
+from torchckpt.tensors import graded_as, may_equal, parameter_as, version_of
 from torchckpt.typing import Function
 
 __all__ = ["ModuleState", "record_state"]
@@ -59,6 +68,7 @@ class ModuleState:
         self._stay: list[bool] = []
         """Which of ``_flags`` the forward has left as they were."""
         self._own: Set[Key] = frozenset()  # the attributes that the forward has added
+        self._found: tuple[list[Any], list[Any]] = [], []  # what a replay has found on the modules
         self._after: dict[Key, int] = _EMPTY
         """The versions of the parameters that this forward has changed in place, after it."""
         self._new_copies: list[Key] = []  # the copies that this call made
@@ -124,6 +134,7 @@ class ModuleState:
         changing = {key for key in self._buffers if not self._is_unchanged(key)}
         if changing and not self._is_locked:
             self._put_back(changing)
+        layout.rearranged |= not self._is_as_before()
         layout.changing |= changing
         for key in self._new_copies:
             tensor, copy = self._buffers.get(key, (None, None))
@@ -135,6 +146,20 @@ class ModuleState:
                 layout.unversioned.add(key)
             elif has_ended and drops:
                 copy.values = None
+
+    def _is_as_before(self) -> bool:
+        """Whether modules have the modes, children, parameters and buffers that this forward has found, by the same
+        names, and parameters require grad as then."""
+        layout = self.layout
+        now, flags = values_of(layout.tables), layout.graded()
+        pairs = zip(now, self._values)
+        return (
+            all(self._stay[: len(layout.dicts)])
+            and flags == self._flags[len(self._flags) - len(flags) :]
+            and len(now) == len(self._values)
+            and layout.names() == self._names
+            and all(one is other or _is_sharded(one) or _is_sharded(other) for one, other in pairs)
+        )
 
     def _put_back(self, keys: set[Key]) -> None:
         """Put the buffers back where this forward has set what it found, and that was a replay's of another thread."""
@@ -153,6 +178,37 @@ class ModuleState:
         if tensor is None or copy is None:
             return True
         return copy.is_of(tensor, self.layout.statistics.get(key)) and key not in self.layout.unversioned
+
+    def begin(self) -> None:
+        """Note what a replay finds on the modules."""
+        self._found = self.layout.held(self._own), self.layout.flags()
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """At the end of the block, a replay of a forward that rearranges its modules, these are as before."""
+        tables = [(table, table.copy()) for table in self.layout.tables]
+        modes = [(attributes, "training", attributes["training"]) for attributes in self.layout.dicts]
+        graded = [(p, p.requires_grad) for table in self.layout.parameters for p in table.values() if p is not None]
+        try:
+            with graded_as(graded):
+                yield
+        finally:
+            put(modes)
+            for table, then in tables:
+                if not any(map(_is_sharded, chain(table.values(), then.values()))):
+                    table.clear()
+                    table.update(then)
+
+    def is_as_found(self) -> bool:
+        """Whether modules hold what the replay has found, but for settings that its forward has left otherwise, as what
+        it counts: it may stop here. Else its rest may put that back."""
+        (then, flags), now = self._found, self.layout.held(self._own)
+        stay = chain(self._stay, repeat(True))
+        return (
+            len(now) == len(then)
+            and all(a is b or _is_sharded(a) or _is_sharded(b) for a, b in zip(now, then))
+            and all(a == b or not stays for a, b, stays in zip(self.layout.flags(), flags, stay))
+        )
 
     def substitutes(self, function: Function) -> Substitutes | None:
         """The substitutes for a replay of ``function``; None if all is as the forward found it."""

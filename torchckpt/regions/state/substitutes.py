@@ -1,7 +1,7 @@
 """Substitutes: while a replay runs, modules hold what its forward found on them; then again what is there now."""
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -18,7 +18,8 @@ from torchckpt.tensors import graded_as
 from torchckpt.typing import Function
 
 __all__ = [
-    "NOTHING", "Late", "Substitutes", "changed_in_place", "changed_late", "exclusive", "lock_state", "substituted",
+    "NOTHING", "Late", "Substitutes", "changed_in_place", "changed_late", "exclusive", "lock_state", "put",
+    "substituted",
 ]
 
 _LOCK_TIMEOUT_SECONDS = 300
@@ -78,20 +79,23 @@ def exclusive(function: Function) -> Iterator[None]:
 
 
 @contextmanager
-def substituted(substitutes: Substitutes, function: Function) -> Iterator[None]:
-    """Inside the block, modules hold the substitutes, and reading a tensor that was changed in place raises."""
+def substituted(substitutes: Substitutes, function: Function, begin: Callable[[], object]) -> Iterator[None]:
+    """Inside the block, modules hold the substitutes, and reading a tensor that was changed in place raises.
+    ``begin`` is called when they do."""
     before: list[tuple[dict[str, Any], str, Any]] = []
     with exclusive(function), graded_as(substitutes.graded):
         try:
             before += [(dictionary, name, dictionary.get(name, NOTHING)) for dictionary, name, _ in substitutes.values]
-            _put(substitutes.values)
+            put(substitutes.values)
+            begin()
             with _ForbidReads(substitutes, function) if substitutes.changed or substitutes.late else nullcontext():
                 yield
         finally:
-            _put(before)
+            put(before)
 
 
-def _put(values: Sequence[tuple[dict[str, Any], str, Any]]) -> None:
+def put(values: Sequence[tuple[dict[str, Any], str, Any]]) -> None:
+    """Put values there; ``NOTHING`` removes the name."""
     for dictionary, name, value in values:
         if value is NOTHING:
             dictionary.pop(name, None)
