@@ -17,9 +17,9 @@ from torch.utils import _pytree as pytree
 
 __all__ = [
     "ATOMS", "MUTABLE", "PLAIN", "PutBack", "attributes_of", "copy_attributes", "detached", "flop_formula", "graded_as",
-    "gradient_bytes", "hidden_tensors", "hides_tensors", "inner_tensors", "is_iterator", "lengths_in", "may_equal",
-    "node_name", "nodes_behind", "noted", "of_class", "parameter_as", "runs_when_accumulated", "tensors_in",
-    "tensors_of", "tensors_of_pair", "version_of", "with_lengths",
+    "gradient_bytes", "hidden_tensors", "hides_tensors", "inner_tensors", "is_iterator", "is_of_tensors", "lengths_in",
+    "may_equal", "node_name", "nodes_behind", "noted", "of_class", "parameter_as", "runs_when_accumulated",
+    "tensors_in", "tensors_of", "tensors_of_pair", "version_of", "with_lengths",
 ]
 
 ATOMS = frozenset({type(None), bool, int, float, complex, str})
@@ -216,11 +216,19 @@ def _values_in(value: object, depth: int) -> Iterator[object]:
 
 
 def noted(value: Any) -> Any:
-    """What a call may hold of ``value``: a number or a word, a copy of a few of these; of others, the type."""
+    """What a call may hold of ``value``: a number or a word, a copy of a few of these; a tuple of tensors without a
+    graph, as the state of an LSTM; of others, the type."""
     kind = type(value)
+    if is_of_tensors(value):
+        return kind if any(each.grad_fn is not None for each in value) else value
     if kind in MUTABLE:
         return value.copy() if _is_plain(value.values() if kind is dict else value) else kind
     return value if isinstance(value, PLAIN) or (isinstance(value, (tuple, frozenset)) and _is_plain(value)) else kind
+
+
+def is_of_tensors(value: Any) -> bool:
+    """Whether ``value`` is a tuple of tensors."""
+    return type(value) is tuple and bool(value) and all(isinstance(each, Tensor) for each in value)
 
 
 def _is_plain(items: Collection[Any]) -> bool:

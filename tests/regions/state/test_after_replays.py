@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -180,6 +181,53 @@ def test_modules_hold_after_a_replay_what_they_held_before(make, is_reversed):
                 output.square().sum().backward()
                 noted.append(held(module))
             noted.append([p.grad if p.grad is None else p.grad.clone() for p in module.parameters()])
+            module.zero_grad()
+        return noted
+
+    assert_same(steps(checkpoint), steps(lambda module, x: module(x)))
+
+
+class Stateful(nn.Module):
+    """An LSTM that goes on where its last call has ended: a tuple of tensors."""
+
+    def __init__(self, state) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(4, 4)
+        if state != "added":
+            self.state = None if state == "none" else (torch.zeros(2, 4), torch.zeros(2, 4))
+
+    def forward(self, x):
+        h, c = self.cell(nn.functional.dropout(x, 0.2), getattr(self, "state", None))
+        self.state = h.detach(), c.detach()
+        return h + c.sin()
+
+
+class Counting(nn.Module):
+    """A number that is set first in a forward, beside a buffer that changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        self.calls = getattr(self, "calls", 0) + 1
+        self.mean.add_(x.detach().mean(0))
+        return (self.linear(x) * self.calls + self.mean).sin()
+
+
+@pytest.mark.parametrize("is_reversed", [False, True], ids=["first first", "last first"])
+@pytest.mark.parametrize("make", [*(partial(Stateful, state) for state in ("none", "zeros", "added")), Counting])
+def test_replays_find_tuples_of_tensors_and_first_numbers_as_their_forwards(make, is_reversed):
+    def steps(call):
+        torch.manual_seed(0)
+        module, noted = make(), []
+        for _ in range(3):
+            outputs = [call(module, torch.randn(2, 4, requires_grad=True)) for _ in range(3)]
+            for output in outputs[::-1] if is_reversed else outputs:
+                output.square().sum().backward()
+                noted.append(held(module))
+            noted.append([p.grad.clone() for p in module.parameters()])
             module.zero_grad()
         return noted
 

@@ -172,6 +172,11 @@ class Layout:
         """Whether code of the module that has the buffer of ``key`` asks ``is_recomputing()``."""
         return key[0] % len(self.dicts) in self._asking
 
+    @property
+    def has_asking(self) -> bool:
+        """Whether code of a module asks ``is_recomputing()``."""
+        return bool(self._asking)
+
     def dict_of(self, key: Key) -> dict[str, Any]:
         """The dictionary that holds the buffer or attribute of ``key``."""
         place = key[0]

@@ -207,7 +207,7 @@ class ModuleState:
         return (
             len(now) == len(then)
             and all(a is b or _is_sharded(a) or _is_sharded(b) for a, b in zip(now, then))
-            and all(a == b or not stays for a, b, stays in zip(self.layout.flags(), flags, stay))
+            and all(a is b or not stays or a == b for a, b, stays in zip(self.layout.flags(), flags, stay))
         )
 
     def substitutes(self, function: Function) -> Substitutes | None:
@@ -227,9 +227,11 @@ class ModuleState:
             self._substitute_parameters(substitutes, function)
         self._substitute_buffers(substitutes)
         gone = {key for key in self._own if key[1] not in layout.dict_of(key)}  # the replay adds them again
-        added = (*layout.added_attributes(self._own), *gone)
-        substitutes.values.extend((layout.dict_of(key), key[1], NOTHING) for key in added)
         lent = [of for of, name, twin in substitutes.values if twin is not NOTHING or isinstance(of.get(name), Tensor)]
+        own = self._own if layout.has_asking or not lent else frozenset()  # numbers go with tensors
+        added = dict.fromkeys((*layout.added_attributes(own), *gone))
+        lent += [of for key in added if isinstance((of := layout.dict_of(key)).get(key[1]), Tensor)]
+        substitutes.values.extend((layout.dict_of(key), key[1], NOTHING) for key in added)
         substitutes.values.extend(layout.settings.others(self._flags, self._stay, flags, lent))
         if (substitutes.changed or substitutes.late) and (
             layout.is_compiled or (self._is_reached and runs_compiled_code(function))

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchckpt.modules import OF_EVERY_MODULE, is_of_torch, names_in
 from torchckpt.regions.state.walk import Walk
-from torchckpt.tensors import ATOMS, MUTABLE, PLAIN, noted
+from torchckpt.tensors import ATOMS, MUTABLE, PLAIN, is_of_tensors, noted
 
 __all__ = ["Key", "Settings"]
 
@@ -87,6 +87,7 @@ class Settings:
         for (attributes, name), value, stays, now_is in zip(self._places, then, stay, now):
             goes = (stays or id(attributes) in with_numbers) and id(attributes) not in self._asking
             goes = goes or name == "training" or (isinstance(now_is, type) and issubclass(now_is, Tensor))
+            goes = goes or is_of_tensors(value) or is_of_tensors(now_is)
             is_table = type(value) in MUTABLE  # a copy, and not to be changed by a replay
             differs = now_is is not value and not (isinstance(value, type) or (is_table and now_is == value))
             goes = differs and goes and (name == "training" or not _is_set_in(_asking_hooks(attributes), name))
@@ -100,7 +101,11 @@ class Settings:
         words where the module's code asks no ``is_recomputing()``. The forward's ``own`` numbers stay, with what tells
         of them, if it adds no tensors."""
         for place, (attributes, names) in enumerate(zip(self._dicts, self._names), start=len(self._dicts)):
-            tensors = [(place, name) for name, value in attributes.items() if isinstance(value, Tensor)]
+            tensors = [
+                (place, name)
+                for name, value in attributes.items()
+                if isinstance(value, Tensor) or (name not in names and is_of_tensors(value))
+            ]
             added = [key for key in tensors if key not in known and place not in self._flattened]
             yield from added
             new = [] if id(attributes) in self._asking else [name for name in attributes if name not in names]
