@@ -204,16 +204,19 @@ def own_buffers(layer: nn.Module) -> dict[str, Tensor | None]:
         return {**layer._buffers, **_copied.get(layer, (0, {}))[1]}
 
 
-def _use_copies(layer: nn.Module, values: _Values) -> None:
-    """Give ``layer`` copies of its buffers, or of ``values``. All that use copies at the same time share them."""
+def _use_copies(layer: nn.Module, values: _Values, is_lent: bool = False) -> None:
+    """Give ``layer`` copies of its buffers, or of ``values``. All that use copies at the same time share them.
+    ``is_lent``: its buffers are substitutes."""
     with _lock:
         users, own = _copied.get(layer, (0, {}))
         if not users:
             own = _own(layer)
             with without_selective_modes():  # which know the operators of the forward alone
-                for name, buffer in own.items():  # a later call in evaluation saves the copy, at that version
-                    copy = values.get(name, buffer).clone()
-                    layer._buffers[name] = copy if copy.is_inference() else set_version(copy, version_of(buffer))
+                copies = {name: values.get(name, buffer).clone() for name, buffer in own.items()}
+                for name, copy in copies.items() if is_lent else ():  # a call in evaluation saves it, at that version
+                    if not copy.is_inference():
+                        set_version(copy, version_of(own[name]))
+                layer._buffers.update(copies)
         _copied[layer] = users + 1, own
 
 
@@ -246,7 +249,7 @@ def _unwatch(layer: nn.Module) -> None:
 def _before_call(layer: nn.Module, _: Any) -> None:
     replay = local.thread.flags[2]
     if replay is not None and layer in replay.ran and layer not in replay and updates(layer):
-        _use_copies(layer, replay.ran[layer])
+        _use_copies(layer, replay.ran[layer], layer in replay.lent)
         replay.append(layer)
         if local.thread.norms is not None:  # a forward in the replay: the versions of the own buffers tell nothing
             local.thread.norms.append(layer)
