@@ -105,9 +105,9 @@ class ModuleState:
         tensors = chain.from_iterable((tensor, copy and copy.values) for tensor, copy in self._buffers.values())
         return [tensor for tensor in tensors if type(tensor) is Tensor and tensor.layout == torch.strided]
 
-    def has_statistics_of(self, layer: nn.Module) -> bool:
-        """Whether the forward found the layer's statistics among its buffers: then a replay has them as they were."""
-        return any(self.layout.statistics.get(key) is layer._buffers for key in self._buffers)
+    def statistics(self) -> set[int]:
+        """By ``id``: the tables of norm layers whose statistics the forward found. A replay has them as they were."""
+        return {id(self.layout.statistics.get(key)) for key in self._buffers}
 
     def note_changes(self, has_ended: bool = True) -> None:
         """Note what the forward has changed so far; at its end, drop large copies of other buffers."""

@@ -25,9 +25,11 @@ from torchckpt.regions.private import (
     batch_norm_layer,
     keep_from_dynamo,
     norm_layer,
+    set_version,
     storage_key,
     without_selective_modes,
 )
+from torchckpt.tensors import version_of
 
 __all__ = [
     "COUNTER", "STATISTICS", "calls_end", "is_in_call", "is_statistic", "lend", "look", "moved", "note_caller",
@@ -209,7 +211,8 @@ def _use_copies(layer: nn.Module, values: _Values) -> None:
         if not users:
             own = _own(layer)
             with without_selective_modes():  # which know the operators of the forward alone
-                layer._buffers.update({name: values.get(name, buffer).clone() for name, buffer in own.items()})
+                for name, buffer in own.items():  # a call in evaluation saves them, and their versions are compared
+                    layer._buffers[name] = set_version(values.get(name, buffer).clone(), version_of(buffer))
         _copied[layer] = users + 1, own
 
 
