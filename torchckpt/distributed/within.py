@@ -21,7 +21,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -151,9 +150,7 @@ class RecomputeWithin(RecomputeAhead):
     def reaches(self, action: str) -> None:
         if self._live_bytes is not None and self._last_action is None:
             # After eval(), torch makes the buffers of messages anew, in place of those from before the step.
-            # What it casts of weights to find shapes, under an autocast, the step would make without an eval().
             drop_handed(self._stage_by_index)
-            torch.clear_autocast_cache()
             self._live_bytes.forget()
         super().reaches(action)
         if self._boundaries is not None and (begun := self._boundaries.action(action)) is not None:
@@ -272,7 +269,6 @@ class RecomputeWithin(RecomputeAhead):
             copies.arena.begin_peak()
         if self._phase.counts(self._steps):
             gc.collect()  # what is freed in the middle of the step would count as freed by it
-            torch.clear_autocast_cache()  # which may hold the casts of a step before
             is_compiled = any(are_compiled(module.modules()) for module in modules.values())
             self._live_bytes = LiveBytes(self._record.device, looks=not is_compiled)
             self._gradient_bytes = gradient_bytes({number: each.parameters() for number, each in modules.items()})

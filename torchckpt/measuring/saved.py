@@ -68,7 +68,7 @@ class RegionBytes:
     """Counts the bytes that one forward saves, and later the replays of its regions.
 
     Parameters and buffers do not count, nor do storages that are not new. Each storage counts once. What others hold
-    from a forward to its replay, as autocast holds the weights that it casts, is there in each plan, and is no region's.
+    from a forward to its replay, as autocast holds the weights that it casts, is there in each plan, and of no region.
 
     Args:
         modules: those of the stage.

@@ -38,15 +38,20 @@ class Stage(nn.Module):
             return self.blocks(x).float()
 
 
-def reported(name, is_around, budget):
+def reported(name, is_around, budget, steps_in_one=1, evaluates=False):
+    """``steps_in_one``: how many are in one autocast, as those whose gradients are added up."""
     stages = stages_of(name, lambda index: Stage(not is_around))
     schedule = recompute_ahead(schedule_on(stages, name, MICRO_BATCHES), budget=budget)
     batch = torch.randn(2, MICRO_BATCHES * ROWS, SIZE)
-    for _ in range(6):
-        for parameter in parameters_of(stages):
-            parameter.grad = None
-        with torch.autocast("cpu", torch.bfloat16, enabled=is_around):
-            step(schedule, stages, *batch)
+    for _ in range(6 // steps_in_one):
+        with torch.autocast("cpu", torch.bfloat16) if is_around else nullcontext():
+            if evaluates:
+                schedule.eval(batch[0], target=batch[1])
+        with torch.autocast("cpu", torch.bfloat16) if is_around else nullcontext():
+            for _ in range(steps_in_one):
+                for parameter in parameters_of(stages):
+                    parameter.grad = None
+                step(schedule, stages, *batch)
     return schedule.report()
 
 
@@ -57,3 +62,10 @@ def test_casts_of_weights_are_planned_as_often_as_they_are_there(name, is_around
         report = reported(name, is_around, budget)
         (measured,), (planned,) = report.measured_peak_bytes, report.planned_peak_bytes
         assert measured <= planned <= 1.15 * measured, budget
+
+
+@pytest.mark.parametrize("otherwise", [{"steps_in_one": 2}, {"evaluates": True}], ids=str)
+def test_a_step_is_counted_with_its_casts_though_they_were_there_before(otherwise):
+    reports = [reported("ScheduleGPipe", True, "1GB", **options) for options in ({}, otherwise)]
+    first, second = ([*report.planned_peak_bytes, *report.measured_peak_bytes] for report in reports)
+    assert first == second

@@ -12,7 +12,6 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from torchckpt.measuring.live import LiveBytes, Watch
@@ -106,7 +105,6 @@ class Count:
         self._parameters = [parameter for own in parameters.values() for parameter in own]
         if not looks:
             gc.collect()  # what is freed in the middle of the step would count as freed by it
-        torch.clear_autocast_cache()  # which may hold the casts of weights of a step before
         self._live = [LiveBytes(device, looks, self._parameters, inputs) for device in devices]
         self._watch, self._learn, self._in_graph = watch, learn, in_graph
         if looks:
