@@ -1,7 +1,6 @@
 """Casts of weights that autocast holds over a step: a plan has them once, however many micro-batches it keeps."""
 from __future__ import annotations
 
-
 import torch
 from torch.nn.functional import mse_loss
 
