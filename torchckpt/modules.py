@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dis import opmap
 from itertools import chain
 from types import BuiltinMethodType, CodeType, FunctionType, MethodType, NoneType
 from typing import Any, TypeGuard
@@ -81,15 +82,19 @@ def contents_of(function: FunctionType) -> list[Any]:
 
 
 _names: dict[int, tuple[weakref.ref[CodeType], tuple[str, ...]]] = {}
+_STORES = {opmap[f"{does}_{what}"]: name for does in ("STORE", "DELETE")
+           for what, name in (("ATTR", "setattr"), ("SUBSCR", "__setitem__"))}
 
 
 def names_in(code: CodeType) -> tuple[str, ...]:
-    """The names of globals and attributes in ``code``, and in the functions that are defined in it."""
+    """The names of globals and attributes in ``code``, and in the functions that are defined in it. Where it sets or
+    deletes attributes, ``setattr`` is one; where items, ``__setitem__``."""
     known = _names.get(id(code))
     if known is None:
         key, forget = id(code), _names.pop
         inside = chain.from_iterable(names_in(const) for const in code.co_consts if isinstance(const, CodeType))
-        names = tuple(dict.fromkeys([*code.co_names, *inside]))
+        sets = [_STORES[operation] for operation in _STORES.keys() & {*code.co_code[::2]}]
+        names = tuple(dict.fromkeys([*code.co_names, *sets, *inside]))
         known = _names[key] = weakref.ref(code, lambda _: forget(key, None)), names
     return known[1]
 

@@ -241,8 +241,13 @@ def test_stage_without_regions_may_be_exempt():
     stages = stages_of("ScheduleInterleaved1F1B", lambda stage: Blocks(stage, regions="none" if stage else "ours"))
     exempt = {(1, i) for i in range(4)}
     schedule = recompute_ahead(schedule_on(stages, "ScheduleInterleaved1F1B", 4), exempt=exempt)
+    hooked = []
+    for stage in stages:
+        linear = stage.submod.blocks[0].first
+        linear.register_forward_hook(lambda linear, *_: hooked.append(len(linear._forward_pre_hooks)))
     for _ in range(2):
         step(schedule, stages, *batch(4))
+    assert sum(hooked) == 2  # in the first forward of each stage, a look for regions of torch
 
 
 class Drops(Blocks):

@@ -65,6 +65,7 @@ def test_a_depth_that_no_such_network_has():
     assert "--depth is 6n + 2, such as 20, 56 or 110; received: 21" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_command_finds_its_model_and_an_example():
     code = "from examples.fit_resnet import model; network, images = model(8, 2); print(network(images).shape)"
     done = run("-c", code)

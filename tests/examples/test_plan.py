@@ -21,7 +21,8 @@ sys.exit(code)
 """
 
 
-@pytest.mark.parametrize(("blocks", "budget"), [(16, 12), pytest.param(80, 60, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("blocks", "budget"), [(16, 12), (80, 60)])
 def test_a_llama_of_70_billion_parameters_in_under_two_gigabytes(blocks, budget):
     """And one of a fifth of its blocks, whose parameters alone have 28 GB."""
     made = run("-c", PLAN.format(blocks=blocks, budget=budget), cwd=ROOT, timeout=600)

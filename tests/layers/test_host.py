@@ -157,6 +157,7 @@ def test_calls_leave_and_come_back_where_the_plan_has_it(accelerator):
     assert peaks == [known.plan.peak_bytes]
 
 
+@pytest.mark.slow
 @pytest.mark.accelerator
 def test_only_calls_that_go_and_where_they_leave_and_come_back_are_looked_at(accelerator, monkeypatch):
     model = nn.Sequential(*(Block(16, 32) for _ in range(20))).to(accelerator)

@@ -476,6 +476,7 @@ def test_a_compiled_loss_is_compiled_in_the_step_that_is_counted(model, x):
     assert len(graphs) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
 def test_a_model_that_is_compiled_as_a_whole_afterwards(model, x):

@@ -4,6 +4,7 @@ from __future__ import annotations
 import functools
 from contextlib import contextmanager
 
+import pytest
 import torch
 from torch import nn
 
@@ -63,6 +64,15 @@ def test_parameters_do_not_count():
     stage = counted(lambda: checkpoint(lambda h: linear(h).exp(), x.sin()), x, module=linear)
     assert boundaries(stage) == [ROW]
     assert inner(stage) == [ROW]
+
+
+@pytest.mark.parametrize(("is_cached", "inner_bytes"), [(True, 0), (False, 8 * 8 * 2 + ROW / 2 - ROW)])
+def test_what_others_hold_until_the_replay_is_of_no_region(is_cached, inner_bytes):
+    linear, x = nn.Linear(8, 8, bias=False), leaf(1, 8)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=is_cached):
+        stage = counted(lambda: checkpoint(linear, x.sin()), x, module=linear)
+    assert boundaries(stage) == [ROW]
+    assert inner(stage) == [inner_bytes]  # the weight and the input, cast, in place of the boundary
 
 
 def test_several_inputs_are_one_boundary_and_one_that_all_have_counts_once():

@@ -143,6 +143,16 @@ def test_the_call_of_the_message_works(stage):
         schedule.step(x, target=x)
     assert recomputes.total == 4 * COUNT
     handle.remove()
+    with count_recomputes() as recomputes:
+        schedule.step(x, target=x)
+    assert recomputes.total == 0
+
+
+def test_regions_that_are_gone_before_the_first_step(stage):
+    handle = checkpoint_layers(stage.submod, "layers.*")
+    schedule = recompute_ahead(ScheduleGPipe(stage, COUNT, loss_fn=loss_of), exempt="none")
+    handle.remove()
+    x = torch.randn(COUNT * ROWS, SIZE)
     with pytest.raises(RegionError) as caught:
         schedule.step(x, target=x)
     assert str(caught.value).endswith(f"received: {RECEIVED}\n  works:    {WORKS}")

@@ -74,7 +74,7 @@ class RecomputeAhead(Runtime):
         self._stage_by_index: dict[int, LiveStage] = {stage.stage_index: stage for stage in stages_of(live)}
         self._frames = Frames(segments)
         self._record = Record(torch.device(first.device))
-        self._checked: set[int] = set()  # stages whose forwards have entered regions; some may enter none
+        self._checked: dict[int, bool] = {}  # stages of which a forward ran: whether any has entered regions
         self._left_out = LeftOut()
         self._counting: dict[int, tuple[Visit, CountingScope]] = {}  # by stage, in this step
         self._counted: dict[int, Stage] = {}  # their bytes, of a step before
@@ -207,7 +207,7 @@ class RecomputeAhead(Runtime):
 
     def _forwarded(self, visit: Visit, scope: Scope, outputs: list[object]) -> None:
         """Check a forward that has ended. Raises if its regions are not what they should be."""
-        if not scope.keep and not scope.regions and visit[0] not in self._checked:
+        if not scope.keep and not scope.regions and not self._checked.get(visit[0]):
             raise_without_regions(visit[0], self._stage_by_index[visit[0]].submod, outputs)
 
     @contextmanager
@@ -234,8 +234,7 @@ class RecomputeAhead(Runtime):
         if is_first and scope.frames:
             warn_of_compiled_regions(stage, module)
         self._forwarded(visit, scope, outputs)
-        if scope.regions:
-            self._checked.add(stage)
+        self._checked[stage] = self._checked.get(stage, False) or bool(scope.regions)
 
     def _scope(self, visit: Visit, choice: Choice | State, module: nn.Module) -> Scope:
         keep = choice.restored_by is None if isinstance(choice, State) else frozenset(choice.restored_by(None))

@@ -87,7 +87,7 @@ class Runtime(TorchRuntime):
         self._comp_type_to_function_map = dict(getattr(live, "_comp_type_to_function_map", {}))
         self._comp_type_to_function_map[_RECOMPUTE] = _recompute
         self._plain_schedule = without(schedule)
-        self._receives: list[object] = []  # of each stage, what torch has made to receive by, when it was prepared
+        self._sends: list[object] = []  # of each stage, where it sends to: torch makes this anew when it prepares one
         self.pipeline_order = dict(order_of(live)) or _listed(schedule)
         prepared = getattr(live, "pipeline_order_with_comms", None)  # which may have been read from a file
         form: dict[str, Any] = {"format": "compute_comms"} if prepared else {}
@@ -151,15 +151,14 @@ class Runtime(TorchRuntime):
 
         Stages that another schedule has prepared since, as for an evaluation, are prepared anew: they would take no
         gradients, and nothing would be said. Ends when torch does so itself."""
-        receives = [stage.args_recv_info.get(0) for stage in self._stages]
-        if any(now is not then for now, then in zip(receives, self._receives)):
+        if any(stage.act_send_info is not sends for stage, sends in zip(self._stages, self._sends)):
             self._stages_forward_initialized = self._stages_backward_initialized = False
         gradients = {x: x.grad for stage in self._stages for x in stage.submod.parameters() if x.grad is not None}
         for parameter in gradients:
             parameter.grad = None  # to which the search would add
         try:
             super()._initialize_stages(*args, **kwargs)
-            self._receives = [stage.args_recv_info.get(0) for stage in self._stages]
+            self._sends = [stage.act_send_info for stage in self._stages]
         except BaseException:  # some stages are for eval() by now, and others for steps
             self._stages_forward_initialized = self._stages_backward_initialized = False
             raise

@@ -53,6 +53,7 @@ class LiveBytes(LiveStorages):
     """Counts what is alive in each action of a step."""
 
     def __init__(self, device: torch.device, looks: bool = True, *step: Any) -> None:
+        torch.clear_autocast_cache()  # which may hold casts of a step before: this one makes its own
         super().__init__(device, looks, *step)
         self._action: Action | None = None
         self._entered_bytes = 0.0

@@ -67,7 +67,8 @@ class Inputs:
 class RegionBytes:
     """Counts the bytes that one forward saves, and later the replays of its regions.
 
-    Parameters and buffers do not count, nor do storages that are not new. Each storage counts once.
+    Parameters and buffers do not count, nor do storages that are not new. Each storage counts once. What others hold
+    from a forward to its replay, as autocast holds the weights that it casts, is there in each plan, and of no region.
 
     Args:
         modules: those of the stage.
@@ -81,6 +82,8 @@ class RegionBytes:
         self._inner_bytes: list[float] = []  # by region, what stays beside that if it is kept
         self._inputs = Inputs()
         self._seen: set[StorageWeakRef] = set()
+        self._dropped: set[StorageWeakRef] = set()
+        """Those that frames of forwards have dropped. A replay that saves one again has found it alive."""
         self._saved: set[StorageWeakRef] = set()
         """Those that are saved even if all regions are kept."""
         self._pass_over_parameters()
@@ -117,11 +120,16 @@ class RegionBytes:
         """A frame for the next region."""
         return CountedFrame(options, self)
 
+    def drop(self, tensor: Tensor) -> None:
+        """Note the storages of a tensor that the frame of a region drops."""
+        self._dropped |= storage_of(tensor).keys()
+
     def replayed(self, region: int, frame: Frame) -> None:
         """Count the saved tensors of a region. Call it right after the replay."""
         self._pass_over_parameters()  # which may be gathered from other ranks only now
         tensors = [tensor for saved in frame.recomputed for tensor, _ in saved]
         self._saved.update(storages_of(tensors))
+        self._seen |= self._dropped
         self._inner_bytes[region] = self._claimed(tensors)
 
     def _note(self, tensor: Tensor) -> None:
@@ -159,6 +167,7 @@ class CountedFrame(Frame):
     def __init__(self, options: Options, saved: RegionBytes | None, ended: Callable[[], object] | None = None) -> None:
         super().__init__(options)
         self._saved, self._ended = saved, ended
+        self.note = None if saved is None else saved.drop
 
     def forward(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with nullcontext() if self._saved is None else self._saved.region((args, kwargs)):

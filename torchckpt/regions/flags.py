@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ class Replay(list[nn.Module]):
     """The norm layers that the forward has run, each with copies of its buffers from before, or with nothing."""
     watched: list[nn.Module]
     """The norm layers that have hooks, by which they are lent copies."""
-    lent: Sequence[nn.Module]
+    lent: Set[nn.Module] = frozenset()
     """Those whose own buffers are lent, too: they keep the copies to the end, as code may read what they update."""
     compiles = False
     """Whether Dynamo has compiled code in it."""

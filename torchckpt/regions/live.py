@@ -72,7 +72,9 @@ class LiveStorages(DispatchMode):
             self.note(tensors)
 
     def forget(self) -> None:
-        """Let storages that operators made so far be from before. An allocator's bytes stay as they are."""
+        """Let storages that operators made so far be from before. An allocator's bytes stay as they are. What autocast
+        holds of them is made again."""
+        torch.clear_autocast_cache()
         self._made.clear()
         self._sum_bytes = self._highest_bytes = 0
 

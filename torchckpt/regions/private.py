@@ -90,7 +90,7 @@ def alive(reference: weakref.ref[Tensor]) -> Tensor | None:
 
 def set_version(tensor: Tensor, version: int) -> Tensor:
     """``tensor``, whose counter of changes in place now says ``version``; no public form."""
-    if tensor._version != version:
+    if not tensor.is_inference() and tensor._version != version:
         _set_versions((tensor,), (version,))
     return tensor
 

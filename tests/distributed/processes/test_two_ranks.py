@@ -5,6 +5,7 @@ import contextlib
 import re
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import schedules
 
@@ -14,8 +15,11 @@ from tests.distributed.stages import (
     SPLIT,
     Blocks,
     ahead,
+    batch,
     events,
     events_of_step,
+    gradients_of,
+    not_on_old_stages,
     noted,
     schedule_on,
     stages_of,
@@ -186,3 +190,35 @@ def test_timeline_is_the_same_on_all_ranks_and_in_the_order_of_the_schedule(repo
     drawn = gantt(timeline, 200).splitlines()
     assert len(drawn) == 2
     assert all("F" in line and "R" in line and "B" in line for line in drawn)
+
+
+class Named(Blocks):
+    """Takes the batch by a keyword, which all ranks give: the first stage has no arguments by place."""
+
+    def forward(self, x=None, ids=None):
+        return super().forward(ids if x is None else x)
+
+
+def gradients_beside_an_evaluation(rank, evaluates):
+    torch.manual_seed(rank)
+    stages, (x, target) = stages_of("Schedule1F1B", Named), batch(4)
+    schedule = recompute_ahead(schedule_on(stages, "Schedule1F1B", 4), exempt="none")
+    other = recompute_ahead(schedule_on(stages, "ScheduleGPipe", 2))
+    for number in range(3):
+        torch.manual_seed(number)
+        schedule.step(ids=x, target=target)
+        if evaluates:
+            other.eval(ids=x, target=target)
+    return gradients_of(stages)
+
+
+def beside_an_evaluation(rank):
+    return [gradients_beside_an_evaluation(rank, evaluates) for evaluates in (False, True)]
+
+
+@not_on_old_stages("micro-batches of other sizes are refused")
+def test_ranks_agree_that_another_schedule_has_prepared_their_stages(tmp_path):
+    """The first rank saw nothing of it, and sent no shapes: the next took what it did send for these."""
+    for plain, evaluated in on_ranks(beside_an_evaluation, tmp_path, timeout=60):
+        assert len(plain) == 8
+        assert all(map(torch.equal, plain, evaluated))

@@ -50,6 +50,7 @@ print(threading.active_count() - before, "threads more", flush=True)
 """
 
 
+@pytest.mark.slow
 @few(1)
 @pytest.mark.parametrize("threads", ["caller", "threads"])
 def test_ctrl_c_ends_the_call_while_a_stage_runs_and_in_threads_the_second_one(threads: str) -> None:

@@ -249,6 +249,26 @@ def test_backward_inside_autocast(call, device):
     assert_equal(gradients_of(call), gradients_of(plain))
 
 
+def test_a_replay_leaves_the_casts_of_weights_to_the_autocast_around_its_backward(call, device):
+    """On an accelerator it runs in another thread, in which no autocast was entered before."""
+    block, x = torch.nn.Linear(4, 4).to(device), leaf(3, 4, device=device)
+
+    def cast():
+        return block(x).grad_fn.next_functions[0][0]
+
+    with torch.autocast(device.type, torch.bfloat16):
+        before = cast()
+        with torch.autocast(device.type, enabled=False, cache_enabled=False):
+            y = call(lambda x: x.sin().sin(), x)
+        y.sum().backward()
+        assert cast() is before
+    with torch.autocast(device.type, torch.bfloat16):
+        y = call(block, x)
+    y.sum().backward()
+    with torch.autocast(device.type, torch.bfloat16):
+        assert cast() is not before
+
+
 def test_autocast_in_a_worker_thread(call, device):
     block = Block().to(device)
 

@@ -6,6 +6,7 @@ compared with a plain call of a copy of the module, as it was.
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from contextlib import nullcontext
 
 import pytest
@@ -286,3 +287,23 @@ def test_layer_that_one_forward_calls_in_training_and_then_in_evaluation():
     expected, received = gradients(module(x), module), gradients(checkpoint(twin, x), twin)
     assert all(torch.equal(one, other) for one, other in zip(received, expected))
     assert all(torch.equal(one, other) for one, other in zip(twin.buffers(), module.buffers()))
+
+
+class Both(nn.Sequential):
+    def forward(self, x):
+        return self.train().net(x) * self.eval().net(x)
+
+
+@pytest.mark.parametrize("call", [checkpoint, by_hand, prefetched], ids=lambda call: call.__name__)
+def test_a_forward_that_trains_its_norm_layers_and_evaluates_them_with_a_graph(call):
+    """The statistics of the replay had other versions: an error. Torch saves those that the next forward moves: so the
+    backward comes before."""
+    found = []
+    for way in (plain, call):
+        torch.manual_seed(1)
+        module = Both(OrderedDict(net=nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3))))
+        inputs = [torch.randn(5, 4, requires_grad=True) for _ in range(3)]
+        for x in inputs:
+            way(module, x).sum().backward()
+        found.append([*(x.grad for x in inputs), *module.buffers(), *(p.grad for p in module.parameters())])
+    assert_equal(found[1], found[0])

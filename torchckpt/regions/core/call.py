@@ -208,7 +208,7 @@ class Call:
             lent = substituted(substitutes, self.function, state.begin)
             function = inside(lent, inside(norms.calls_end(), function))
         for layer in norms.moved(self._noted.read) if self._noted.read else ():
-            if state is None or not state.has_statistics_of(layer):
+            if state is None or id(layer._buffers) not in state.statistics():
                 path = f"{type(layer).__name__}.running_mean"
                 raise changed_in_place(self.function, layer.get_buffer("running_mean"), path)
         then, random = ambient
@@ -229,10 +229,10 @@ class Call:
         replay = Replay()
         ran, state = norms.ran(self._looked, self._noted) if self._ran is None else self._ran, self.module_state
         if ran and state is not None:  # code around the others' calls may read the statistics that the state lends
-            looked = {layer for layer, *_ in self._looked}
-            ran = {layer: ran[layer] for layer in ran if layer in looked or not state.has_statistics_of(layer)}
+            looked, lent = {layer for layer, *_ in self._looked}, state.statistics()
+            ran = {layer: ran[layer] for layer in ran if layer in looked or id(layer._buffers) not in lent}
+            replay.lent = {layer for layer in ran if id(layer._buffers) in lent}
         replay.ran, replay.watched = ran, []
-        replay.lent = () if state is None else [layer for layer in ran if state.has_statistics_of(layer)]
         thread, graded = local.thread, torch.is_grad_enabled()
         flags, scope = thread.flags, thread.scope
         random_after: RandomState = []

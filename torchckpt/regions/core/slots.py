@@ -60,7 +60,8 @@ class Slot:
 
     def accepts(self, tensor: Tensor, values: bool) -> bool:
         """Whether ``tensor``, saved by the replay, is as the forward saved it; with ``values``, its bits, too."""
-        if _shape_of(tensor) != self.shape or tensor.dtype != self.dtype or tensor.device != self.device:
+        shape = _shape_of(tensor) if tensor.is_nested else tensor.shape
+        if shape != self.shape or tensor.dtype != self.dtype or tensor.device != self.device:
             return False
         values = values and self.fingerprint is not None
         if tensor._version == self.version and not values:

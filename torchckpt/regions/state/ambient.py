@@ -108,6 +108,9 @@ def use_settings(then: Settings) -> Iterator[None]:
             stack.enter_context(device or torch.device("cpu"))
         for device_type, autocast, before in (("cpu", cpu, now[0]), (accelerator_type(), accelerator, now[1])):
             if device_type and (autocast, cache) != (before, now[2]):
+                if now[:2] != (None, None):  # those around go on with their casts, which a thread would end for all
+                    torch.autocast_increment_nesting()
+                    stack.callback(torch.autocast_decrement_nesting)
                 enabled = autocast is not None
                 stack.enter_context(torch.autocast(device_type, autocast, enabled=enabled, cache_enabled=cache))
         if watched != now[6]:

@@ -145,6 +145,9 @@ class Layout:
         """Whether a parameter or buffer has no shape yet: the first call gives it one."""
         self._asking = {place for place, m in enumerate(modules) if "is_recomputing" in reach[type(m)].names}
         self.settings = Settings(modules, self._asking, flattened)
+        own = (reach[type(module)] for module in modules if not is_of_torch(module))
+        self.may_set = any(of_class.may_set(self.settings.has_tables) for of_class in own)
+        """Whether the code of a forward may set what its modules hold."""
         self._sources = [source for of_class in reach.values() for source in of_class.sources]
         self._generators = [(vars(module), name) for module in modules for name in _names_of(as_generator, module)]
 

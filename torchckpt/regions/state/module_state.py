@@ -68,7 +68,8 @@ class ModuleState:
         self._stay: list[bool] = []
         """Which of ``_flags`` the forward has left as they were."""
         self._own: Set[Key] = frozenset()  # the attributes that the forward has added
-        self._found: tuple[list[Any], list[Any]] = [], []  # what a replay has found on the modules
+        self._may_set = layout.may_set or is_plain
+        self._found: tuple[list[Any], list[Any]] = [], []  # what a replay has found on the modules, if it may set them
         self._after: dict[Key, int] = _EMPTY
         """The versions of the parameters that this forward has changed in place, after it."""
         self._new_copies: list[Key] = []  # the copies that this call made
@@ -115,9 +116,9 @@ class ModuleState:
         tensors = chain.from_iterable((tensor, copy and copy.values) for tensor, copy in self._buffers.values())
         return [tensor for tensor in tensors if type(tensor) is Tensor and tensor.layout == torch.strided]
 
-    def has_statistics_of(self, layer: nn.Module) -> bool:
-        """Whether the forward found the layer's statistics among its buffers: then a replay has them as they were."""
-        return any(self.layout.statistics.get(key) is layer._buffers for key in self._buffers)
+    def statistics(self) -> set[int]:
+        """By ``id``: the tables of norm layers whose statistics the forward found. A replay has them as they were."""
+        return {id(self.layout.statistics.get(key)) for key in self._buffers}
 
     def note_changes(self, has_ended: bool = True) -> None:
         """Note what the forward has changed so far; at its end, drop large copies of other buffers."""
@@ -134,7 +135,7 @@ class ModuleState:
         changing = {key for key in self._buffers if not self._is_unchanged(key)}
         if changing and not self._is_locked:
             self._put_back(changing)
-        layout.rearranged |= not self._is_as_before()
+        layout.rearranged |= self._may_set and not self._is_as_before()
         layout.changing |= changing
         for key in self._new_copies:
             tensor, copy = self._buffers.get(key, (None, None))
@@ -181,7 +182,8 @@ class ModuleState:
 
     def begin(self) -> None:
         """Note what a replay finds on the modules."""
-        self._found = self.layout.held(self._own), self.layout.flags()
+        if self._may_set:
+            self._found = self.layout.held(self._own), self.layout.flags()
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -202,6 +204,8 @@ class ModuleState:
     def is_as_found(self) -> bool:
         """Whether modules hold what the replay has found, but for settings that its forward has left otherwise, as what
         it counts: it may stop here. Else its rest may put that back."""
+        if not self._may_set:
+            return True
         (then, flags), now = self._found, self.layout.held(self._own)
         stay = chain(self._stay, repeat(True))
         return (

@@ -212,11 +212,9 @@ def _use_copies(layer: nn.Module, values: _Values, is_lent: bool = False) -> Non
         if not users:
             own = _own(layer)
             with without_selective_modes():  # which know the operators of the forward alone
-                copies = {name: values.get(name, buffer).clone() for name, buffer in own.items()}
-                for name, copy in copies.items() if is_lent else ():  # a call in evaluation saves it, at that version
-                    if not copy.is_inference():
-                        set_version(copy, version_of(own[name]))
-                layer._buffers.update(copies)
+                for name, buffer in own.items():  # a call in evaluation saves a lent one, and its version is compared
+                    copy = values.get(name, buffer).clone()
+                    layer._buffers[name] = set_version(copy, version_of(buffer)) if is_lent else copy
         _copied[layer] = users + 1, own
 
 

@@ -55,6 +55,11 @@ class Settings:
         kinds = map(type, starmap(_GET, self._places))
         self._mutable = [index for index, kind in enumerate(kinds) if kind in MUTABLE]
 
+    @property
+    def has_tables(self) -> bool:
+        """Whether a module has a list, a dictionary or a set."""
+        return bool(self._mutable)
+
     def now(self) -> tuple[list[Any], list[Key]]:
         """The settings, the modes first, and the keys of those that are tensors now. Types stand for tensors and for
         what may hold some: calls that hold what the last one has left on a module would hold the graphs of all before.

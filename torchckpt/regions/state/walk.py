@@ -146,9 +146,30 @@ class Reach(NamedTuple):
     sources: list[Source]
     names: frozenset[str]
     """All names in their code."""
+    called: frozenset[str]
+    """Those in the code that ``forward`` reaches."""
+
+    def may_set(self, has_tables: bool) -> bool:
+        """Whether ``forward`` may set what modules hold: attributes, modes; or lists and dictionaries, if they have
+        such."""
+        return not (self.called.isdisjoint(_SETTERS) and (not has_tables or self.called.isdisjoint(_OF_TABLES)))
 
 
 _of_classes: WeakKeyDictionary[type[nn.Module], Reach] = WeakKeyDictionary()
+_SETTERS = frozenset({
+    "__dict__", "__setattr__", "_buffers", "_modules", "_parameters", "delattr", "eval", "register_buffer",
+    "register_forward_hook", "register_forward_pre_hook", "register_module", "register_parameter", "requires_grad_",
+    "setattr", "train", "vars",
+})
+
+
+_OF_TABLES = frozenset({
+    "__setitem__", "append", "clear", "extend", "insert", "pop", "popitem", "remove", "reverse", "setdefault", "update",
+})
+
+
+def _codes_of(walk: Walk) -> list[CodeType]:
+    return [function.__code__ for function in walk.functions if function.__name__ != "train"]  # by loops, not forwards
 
 
 def reach_of(cls: type[nn.Module]) -> Reach:
@@ -158,8 +179,6 @@ def reach_of(cls: type[nn.Module]) -> Reach:
         own = chain.from_iterable(vars(base).values() for base in cls.__mro__ if not issubclass(nn.Module, base))
         walks = Walk(getattr_static(cls, "forward"), cls), Walk(*own)
         sources = [source for walk in walks for source in walk.sources]
-        functions = chain.from_iterable(walk.functions for walk in walks)
-        called = (function.__code__ for function in functions if function.__name__ != "train")  # by loops, not forwards
-        names = chain.from_iterable(map(names_in, called))
-        reach = _of_classes[cls] = Reach(sources, frozenset(names))
+        called, _ = names = [frozenset(chain.from_iterable(map(names_in, _codes_of(walk)))) for walk in walks]
+        reach = _of_classes[cls] = Reach(sources, frozenset().union(*names), called)
     return reach
