@@ -147,7 +147,7 @@ class Reach(NamedTuple):
     names: frozenset[str]
     """All names in their code."""
     called: frozenset[str]
-    """Those in the code that ``forward`` reaches."""
+    """Those in the code that ``forward`` reaches, but for methods of classes that are no modules."""
 
     def may_set(self, has_tables: bool) -> bool:
         """Whether ``forward`` may set what modules hold: attributes, modes; or lists and dictionaries, if they have
@@ -168,8 +168,14 @@ _OF_TABLES = frozenset({
 })
 
 
-def _codes_of(walk: Walk) -> list[CodeType]:
-    return [function.__code__ for function in walk.functions if function.__name__ != "train"]  # by loops, not forwards
+def _names_of(functions: Iterable[FunctionType]) -> frozenset[str]:
+    return frozenset(chain.from_iterable(names_in(function.__code__) for function in functions))
+
+
+def _is_of_other_class(function: FunctionType) -> bool:
+    """Whether it is a method of a class of no modules, such as a cache: what it sets is its own."""
+    owner = function.__globals__.get(function.__qualname__.partition(".")[0])
+    return isinstance(owner, type) and not issubclass(owner, nn.Module)
 
 
 def reach_of(cls: type[nn.Module]) -> Reach:
@@ -179,6 +185,7 @@ def reach_of(cls: type[nn.Module]) -> Reach:
         own = chain.from_iterable(vars(base).values() for base in cls.__mro__ if not issubclass(nn.Module, base))
         walks = Walk(getattr_static(cls, "forward"), cls), Walk(*own)
         sources = [source for walk in walks for source in walk.sources]
-        called, _ = names = [frozenset(chain.from_iterable(map(names_in, _codes_of(walk)))) for walk in walks]
-        reach = _of_classes[cls] = Reach(sources, frozenset().union(*names), called)
+        functions = [[f for f in walk.functions if f.__name__ != "train"] for walk in walks]  # by loops, not forwards
+        called = _names_of(f for f in functions[0] if not _is_of_other_class(f))
+        reach = _of_classes[cls] = Reach(sources, _names_of(chain.from_iterable(functions)), called)
     return reach
