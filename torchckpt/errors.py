@@ -34,8 +34,7 @@ class ArgumentError(CheckpointError, ValueError):
 class BudgetInfeasible(CheckpointError, RuntimeError):
     """No schedule was found whose peak stays within the budget.
 
-    ``least_bytes`` is the smallest budget for which a plan was found, and ``plan`` is that plan. For a pipeline,
-    ``rank`` is the rank that needs these bytes.
+    ``least_bytes`` is the smallest budget with a plan, which is ``plan``. In a pipeline, ``rank`` needs these bytes.
     """
 
     def __init__(self, message: str, least_bytes: float, plan: object, rank: int | None = None) -> None:
