@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers import plain
 from torchckpt import checkpoint
 
 
@@ -166,25 +167,27 @@ def assert_same(one, other):
         assert one == other
 
 
+def steps(make, call, forwards, is_reversed):
+    """What the module holds after each backward, and the gradients of each step."""
+    torch.manual_seed(0)
+    module, noted = make(), []
+    for _ in range(3):
+        outputs = [call(module, torch.randn(2, 4, requires_grad=True)) for _ in range(forwards)]
+        for output in outputs[::-1] if is_reversed else outputs:
+            output.square().sum().backward()
+            noted.append(held(module))
+        noted.append([p.grad if p.grad is None else p.grad.clone() for p in module.parameters()])
+        module.zero_grad()
+    return noted
+
+
 BORROWING = [Mode, Flag, Setting, SettingOfTorch, Note, Buffer, Weight, Table, Hook, Child]
 
 
 @pytest.mark.parametrize("is_reversed", [False, True], ids=["first first", "last first"])
 @pytest.mark.parametrize("make", [*BORROWING, Exchanged, Frozen, Growing])
 def test_modules_hold_after_a_replay_what_they_held_before(make, is_reversed):
-    def steps(call):
-        torch.manual_seed(0)
-        module, noted = make(), []
-        for _ in range(3):
-            outputs = [call(module, torch.randn(2, 4, requires_grad=True)) for _ in range(2)]
-            for output in outputs[::-1] if is_reversed else outputs:
-                output.square().sum().backward()
-                noted.append(held(module))
-            noted.append([p.grad if p.grad is None else p.grad.clone() for p in module.parameters()])
-            module.zero_grad()
-        return noted
-
-    assert_same(steps(checkpoint), steps(lambda module, x: module(x)))
+    assert_same(*(steps(make, call, 2, is_reversed) for call in (checkpoint, plain)))
 
 
 class Stateful(nn.Module):
@@ -219,16 +222,7 @@ class Counting(nn.Module):
 @pytest.mark.parametrize("is_reversed", [False, True], ids=["first first", "last first"])
 @pytest.mark.parametrize("make", [*(partial(Stateful, state) for state in ("none", "zeros", "added")), Counting])
 def test_replays_find_tuples_of_tensors_and_first_numbers_as_their_forwards(make, is_reversed):
-    def steps(call):
-        torch.manual_seed(0)
-        module, noted = make(), []
-        for _ in range(3):
-            outputs = [call(module, torch.randn(2, 4, requires_grad=True)) for _ in range(3)]
-            for output in outputs[::-1] if is_reversed else outputs:
-                output.square().sum().backward()
-                noted.append(held(module))
-            noted.append([p.grad.clone() for p in module.parameters()])
-            module.zero_grad()
-        return noted
-
-    assert_same(steps(checkpoint), steps(lambda module, x: module(x)))
+    noted = [steps(make, call, 3, is_reversed) for call in (checkpoint, plain)]
+    assert_same(*noted)
+    gradients = [each for each in noted[0] if isinstance(each, list)]
+    assert all(gradient is not None for each in gradients for gradient in each)

@@ -11,13 +11,10 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
+from tests.helpers import plain
 from torchckpt import checkpoint
 from torchckpt.errors import RecomputationError
 from torchckpt.regions.state import layout, substitutes
-
-
-def plain(function, *args, **kwargs):
-    return function(*args, **kwargs)
 
 
 def both(run):

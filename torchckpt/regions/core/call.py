@@ -204,9 +204,10 @@ class Call:
         if self._ran is None and self.module_state is not None:  # the forward runs a backward itself
             self.module_state.note_changes(has_ended=False)
         state = self.module_state
-        if state is not None and (substitutes := state.substitutes(self.function)) is not None:
-            lent = substituted(substitutes, self.function, state.begin)
-            function = inside(lent, inside(norms.calls_end(), function))
+        if state is not None:
+            function = state.noting(function)
+            if (substitutes := state.substitutes(self.function)) is not None:
+                function = inside(substituted(substitutes, self.function), inside(norms.calls_end(), function))
         for layer in norms.moved(self._noted.read) if self._noted.read else ():
             if state is None or id(layer._buffers) not in state.statistics():
                 path = f"{type(layer).__name__}.running_mean"
@@ -244,8 +245,6 @@ class Call:
             try:
                 if replay.ran:
                     norms.lend(replay, runs_compiled_code(self.function))
-                if state is not None:
-                    state.begin()
                 return run()
             finally:
                 if replay.ran:

@@ -180,10 +180,14 @@ class ModuleState:
             return True
         return copy.is_of(tensor, self.layout.statistics.get(key)) and key not in self.layout.unversioned
 
-    def begin(self) -> None:
-        """Note what a replay finds on the modules."""
-        if self._may_set:
+    def noting(self, function: Function) -> Function:
+        """``function`` for a replay, which first notes what it finds on the modules, if it may set them."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
             self._found = self.layout.held(self._own), self.layout.flags()
+            return function(*args, **kwargs)
+
+        return run if self._may_set else function
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """Substitutes: while a replay runs, modules hold what its forward found on them; then again what is there now."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -79,15 +79,13 @@ def exclusive(function: Function) -> Iterator[None]:
 
 
 @contextmanager
-def substituted(substitutes: Substitutes, function: Function, begin: Callable[[], object]) -> Iterator[None]:
-    """Inside the block, modules hold the substitutes, and reading a tensor that was changed in place raises.
-    ``begin`` is called when they do."""
+def substituted(substitutes: Substitutes, function: Function) -> Iterator[None]:
+    """Inside the block, modules hold the substitutes, and reading a tensor that was changed in place raises."""
     before: list[tuple[dict[str, Any], str, Any]] = []
     with exclusive(function), graded_as(substitutes.graded):
         try:
             before += [(dictionary, name, dictionary.get(name, NOTHING)) for dictionary, name, _ in substitutes.values]
             put(substitutes.values)
-            begin()
             with _ForbidReads(substitutes, function) if substitutes.changed or substitutes.late else nullcontext():
                 yield
         finally:

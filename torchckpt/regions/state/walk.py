@@ -161,8 +161,6 @@ _SETTERS = frozenset({
     "register_forward_hook", "register_forward_pre_hook", "register_module", "register_parameter", "requires_grad_",
     "setattr", "train", "vars",
 })
-
-
 _OF_TABLES = frozenset({
     "__setitem__", "append", "clear", "extend", "insert", "pop", "popitem", "remove", "reverse", "setdefault", "update",
 })
